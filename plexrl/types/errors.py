@@ -1,0 +1,38 @@
+"""Errors that say what was wrong, where, and the mend."""
+
+
+class PlexrlError(Exception):
+    """Base of all errors shown to people. exit_code is what the command line ends with."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, mend: str = "") -> None:
+        super().__init__(f"{what}. {mend}" if mend else what)
+        self.what = what
+        self.mend = mend
+
+
+class BadInput(PlexrlError):
+    """The caller's input is wrong; trying again unchanged is useless."""
+
+    exit_code = 2
+
+
+class DoesNotFit(PlexrlError):
+    """A model, gang or snapshot exceeds a device or host budget."""
+
+    exit_code = 3
+
+
+class Unavailable(PlexrlError):
+    """The pool, a daemon or a peer is not there now; trying again may help."""
+
+    exit_code = 4
+
+
+class ApiError(PlexrlError):
+    """A refusal that a client sees as an HTTP status with a JSON body."""
+
+    def __init__(self, status: int, what: str, mend: str = "") -> None:
+        super().__init__(what, mend)
+        self.status = status

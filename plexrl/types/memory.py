@@ -1,0 +1,21 @@
+"""Places and movements of bytes."""
+
+from msgspec import Struct
+
+
+class Slab(Struct, frozen=True):
+    """A named piece of a node's host arena. owner: the uid whose bytes it holds, -1 for shared read-only state."""
+
+    name: str
+    offset: int
+    size: int
+    owner: int
+
+
+class Moved(Struct, frozen=True, kw_only=True):
+    """What one switch moved on one GPU, measured: bytes in each direction, bytes skipped as clean, seconds."""
+
+    bytes_out: int = 0
+    bytes_in: int = 0
+    bytes_clean: int = 0
+    seconds: float = 0.0
