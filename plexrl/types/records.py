@@ -1,0 +1,248 @@
+"""What the head journals: one struct per event, replayed by a new head and read by accounting.
+
+Every record carries now_us, unix time in microseconds. Records marked (durable) are on disk before anything that follows
+from them is acknowledged. `strip` gives the form without request and response bodies that the ledger keeps.
+"""
+
+from msgspec import Struct, structs
+
+from plexrl.types.calls import Call
+from plexrl.types.groups import GroupSpec, Placement
+from plexrl.types.memory import Moved
+from plexrl.types.spans import Span
+from plexrl.types.words import Epoch
+
+
+class Record(Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all records."""
+
+    now_us: int
+
+
+class EpochStarted(Record):
+    """(durable) A head took over. gpus: every GPU of the allocation. allocated_us: StartTime as slurmctld gives it."""
+
+    epoch: Epoch
+    pool: str
+    instance: str
+    gpus: tuple[str, ...]
+    slurm_job: int
+    allocated_us: int
+
+
+class EpochEnded(Record):
+    """(durable) The head ended in order: nobody writes in this epoch any more."""
+
+    reason: str
+
+
+class JobAttached(Record):
+    """(durable) A logical job was admitted. job: `<Slurm job id>.<restart count>`."""
+
+    job: str
+    slurm_job: int
+    uid: int
+    user: str
+    account: str
+
+
+class JobEnded(Record):
+    """(durable) A logical job ended; its deployments end with it."""
+
+    job: str
+    reason: str
+
+
+class SessionOpened(Record):
+    """(durable)"""
+
+    session: str
+    job: str
+    uid: int
+    account: str
+    key: str
+
+
+class SessionEnded(Record):
+    """(durable)"""
+
+    session: str
+    reason: str
+
+
+class GroupPlaced(Record):
+    """(durable) A worker group has its gangs for life. base: model name; kind: lora or full; model: the owning full-parameter deployment."""
+
+    spec: GroupSpec
+    placement: Placement
+    base: str
+    kind: str
+    model: str
+
+
+class GroupEnded(Record):
+    """(durable)"""
+
+    group: str
+    reason: str
+
+
+class ModelCreated(Record):
+    """(durable) A deployment was asked for; its future is `<model>:0`. lora_rank None: full parameters."""
+
+    model: str
+    session: str
+    job: str
+    uid: int
+    account: str
+    base: str
+    lora_rank: int | None
+    seed: int
+    attn: bool
+    mlp: bool
+    unembed: bool
+    group: str
+    init_path: str = ""
+    init_optimizer: bool = False
+    promise: str = "create_model"
+
+
+class ModelEnded(Record):
+    """(durable) A deployment is gone. lost: its state was destroyed by a fault, not by its owner."""
+
+    model: str
+    reason: str
+    lost: bool = False
+
+
+class VersionPublished(Record):
+    """(durable) An immutable snapshot of a model's weights exists. folder: where it is on disk, "" if only in memory."""
+
+    version: str
+    model: str
+    job: str
+    uid: int
+    account: str
+    base: str
+    lora_rank: int | None
+    attn: bool
+    mlp: bool
+    unembed: bool
+    size: int
+    nodes: tuple[str, ...]
+    folder: str
+
+
+class VersionDropped(Record):
+    """(durable) The in-memory snapshot is gone; one with a folder can be read back."""
+
+    version: str
+
+
+class SamplerOpened(Record):
+    """(durable) A sampling session, pinned to one version ("" = the base model)."""
+
+    sampler: str
+    session: str
+    job: str
+    uid: int
+    base: str
+    version: str
+
+
+class SeqConsumed(Record):
+    """(durable) A training call was refused at submission; its seq_id will not come again."""
+
+    model: str
+    seq: int
+
+
+class CallAccepted(Record):
+    """(durable) A call is ours: it ends exactly once. after: ids of results delivered to the job before it (causal edge)."""
+
+    call: Call
+    uid: int
+    digest: str
+    work: dict[str, object]
+    body: bytes
+    after: str = ""
+
+
+class CallEnded(Record):
+    """(durable) ok, or error with its category (user, server, cancelled). cpu_us: the busiest rank's CPU time."""
+
+    id: str
+    ok: bool
+    content_type: str = ""
+    body: bytes = b""
+    error: str = ""
+    category: str = ""
+    units: int = 0
+    cpu_us: int = 0
+    wall_us: int = 0
+    gang: str = ""
+    headers: dict[str, str] = {}
+
+
+class Delivered(Record):
+    """A result was handed to the client's proxy for the first time."""
+
+    id: str
+    job: str
+
+
+class SpanClosed(Record):
+    """A closed interval of one GPU."""
+
+    span: Span
+
+
+class Switched(Record):
+    """A gang's state moved on one GPU: in when incoming, else out."""
+
+    gang: str
+    gpu: str
+    incoming: bool
+    moved: Moved
+
+
+class AgentInterval(Record):
+    """An agent's own measure, by its own clock, that it held a GPU from start_us to end_us; later ones replace earlier ones of the same start."""
+
+    node: str
+    gpu: str
+    slurm_job: int
+    start_us: int
+    end_us: int
+    final: bool
+
+
+AnyRecord = (
+    EpochStarted
+    | EpochEnded
+    | JobAttached
+    | JobEnded
+    | SessionOpened
+    | SessionEnded
+    | GroupPlaced
+    | GroupEnded
+    | ModelCreated
+    | ModelEnded
+    | VersionPublished
+    | VersionDropped
+    | SamplerOpened
+    | SeqConsumed
+    | CallAccepted
+    | CallEnded
+    | Delivered
+    | SpanClosed
+    | Switched
+    | AgentInterval
+)
+
+
+def strip(record: Record) -> Record:
+    """The record without bodies: what the ledger keeps of it."""
+    if isinstance(record, CallAccepted | CallEnded):
+        return structs.replace(record, body=b"")
+    return record
