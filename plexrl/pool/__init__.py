@@ -1,0 +1,1 @@
+"""The pool: head, agents, engine hosts, and their life."""

@@ -1,0 +1,235 @@
+"""What the pool knows: jobs, sessions, models, worker groups, versions, sampling sessions, futures.
+
+The book changes only by `apply(record)`, live and in a replay alike, so a new head that reads the journal knows what the
+old one knew. It decides nothing and does no I/O.
+"""
+
+from dataclasses import dataclass, field
+
+from plexrl.types import CallKind
+from plexrl.types import records as r
+
+
+@dataclass
+class Job:
+    """A logical job and the last result it was given (the causal edge of its next call)."""
+
+    attached: r.JobAttached
+    ended: str = ""
+    last_delivered: str = ""
+
+
+@dataclass
+class Session:
+    """What one SDK client opened. beat_us: its last sign of life."""
+
+    opened: r.SessionOpened
+    beat_us: int
+    ended: str = ""
+
+
+@dataclass
+class Model:
+    """A deployment. next_seq: the next training call that may run. held: calls that came before their turn."""
+
+    created: r.ModelCreated
+    next_seq: int = 1
+    consumed: set[int] = field(default_factory=set)
+    held: dict[int, str] = field(default_factory=dict)
+    held_since_us: int = 0
+    ended: str = ""
+    lost: bool = False
+    applied: int = 0
+    checkpoint: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.created.model
+
+
+@dataclass
+class Group:
+    """A worker group: where it is and which deployments it holds."""
+
+    placed: r.GroupPlaced
+    ended: str = ""
+
+
+@dataclass
+class Version:
+    """A published snapshot. in_memory: its slabs still exist on the nodes named."""
+
+    published: r.VersionPublished
+    in_memory: bool = True
+
+
+@dataclass
+class Entry:
+    """A future: a creation (accepted None) or a call."""
+
+    id: str
+    job: str
+    uid: int
+    accepted: r.CallAccepted | None = None
+    ended: r.CallEnded | None = None
+    delivered: bool = False
+
+
+class Book:
+    """The state of one pool instance."""
+
+    def __init__(self) -> None:
+        self.started: r.EpochStarted | None = None
+        self.orderly_end = True
+        self.jobs: dict[str, Job] = {}
+        self.sessions: dict[str, Session] = {}
+        self.session_keys: dict[tuple[str, str], str] = {}
+        self.models: dict[str, Model] = {}
+        self.groups: dict[str, Group] = {}
+        self.versions: dict[str, Version] = {}
+        self.samplers: dict[str, r.SamplerOpened] = {}
+        self.entries: dict[str, Entry] = {}
+        self.open_calls: dict[str, set[str]] = {}  # job -> calls not ended
+
+    def apply(self, record: r.Record) -> None:
+        """Take one record in. Unknown ids raise KeyError: the journal would be inconsistent."""
+        _APPLY[type(record)](self, record)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def live_models(self, group: str) -> list[Model]:
+        """Deployments of a group that have not ended, oldest first."""
+        return [m for m in self.models.values() if m.created.group == group and not m.ended]
+
+    def model_versions(self, model: str) -> list[Version]:
+        """Snapshots of a model that are in memory, oldest first."""
+        return [v for v in self.versions.values() if v.published.model == model and v.in_memory]
+
+    def release(self, model: Model) -> list[str]:
+        """Held calls whose turn has come, in order; next_seq moves past them and past consumed seq ids."""
+        ready: list[str] = []
+        while True:
+            if model.next_seq in model.consumed:
+                model.consumed.discard(model.next_seq)
+            elif model.next_seq in model.held:
+                ready.append(model.held.pop(model.next_seq))
+            else:
+                return ready
+            model.next_seq += 1
+
+    def forget_job(self, job: str) -> None:
+        """Drop the futures of a job that has ended: nobody can ask for them any more."""
+        for entry in [e for e in self.entries.values() if e.job == job and e.ended]:
+            del self.entries[entry.id]
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _epoch_started(self, record: r.EpochStarted) -> None:
+        self.started = record
+        self.orderly_end = False
+
+    def _epoch_ended(self, record: r.EpochEnded) -> None:
+        self.orderly_end = True
+
+    def _job_attached(self, record: r.JobAttached) -> None:
+        self.jobs[record.job] = Job(record)
+
+    def _job_ended(self, record: r.JobEnded) -> None:
+        if record.job in self.jobs:
+            self.jobs[record.job].ended = record.reason
+
+    def _session_opened(self, record: r.SessionOpened) -> None:
+        self.sessions[record.session] = Session(record, beat_us=record.now_us)
+        self.session_keys[(record.job, record.key)] = record.session
+
+    def _session_ended(self, record: r.SessionEnded) -> None:
+        self.sessions[record.session].ended = record.reason
+
+    def _group_placed(self, record: r.GroupPlaced) -> None:
+        self.groups[record.spec.group] = Group(record)
+
+    def _group_ended(self, record: r.GroupEnded) -> None:
+        self.groups[record.group].ended = record.reason
+
+    def _model_created(self, record: r.ModelCreated) -> None:
+        self.models[record.model] = Model(record)
+        self.entries[f"{record.model}:0"] = Entry(f"{record.model}:0", record.job, record.uid)
+
+    def _model_ended(self, record: r.ModelEnded) -> None:
+        model = self.models[record.model]
+        model.ended, model.lost = record.reason, record.lost
+
+    def _version_published(self, record: r.VersionPublished) -> None:
+        self.versions[record.version] = Version(record, in_memory=bool(record.nodes))
+
+    def _version_dropped(self, record: r.VersionDropped) -> None:
+        self.versions[record.version].in_memory = False
+
+    def _sampler_opened(self, record: r.SamplerOpened) -> None:
+        self.samplers[record.sampler] = record
+
+    def _seq_consumed(self, record: r.SeqConsumed) -> None:
+        model = self.models[record.model]
+        if record.seq >= model.next_seq:
+            model.consumed.add(record.seq)
+
+    def _call_accepted(self, record: r.CallAccepted) -> None:
+        call = record.call
+        self.entries[call.id] = Entry(call.id, call.job, record.uid, accepted=record)
+        self.open_calls.setdefault(call.job, set()).add(call.id)
+        if call.seq is not None:
+            model = self.models[call.deployment]
+            if not model.held:
+                model.held_since_us = record.now_us
+            model.held[call.seq] = call.id
+
+    def _call_ended(self, record: r.CallEnded) -> None:
+        entry = self.entries[record.id]
+        entry.ended = record
+        if entry.accepted is None:
+            return
+        call = entry.accepted.call
+        self.open_calls[call.job].discard(record.id)
+        if call.seq is not None:
+            model = self.models[call.deployment]
+            if record.ok:
+                model.applied = max(model.applied, call.seq)
+            if record.ok and call.kind is CallKind.SAVE_STATE:
+                model.checkpoint = str(entry.accepted.work["folder"])
+            if call.seq >= model.next_seq and call.seq in model.held:
+                # It ended without having run (a gap that never closed, a job that ended): its place is used up.
+                del model.held[call.seq]
+                model.consumed.add(call.seq)
+
+    def _delivered(self, record: r.Delivered) -> None:
+        if record.id in self.entries:
+            self.entries[record.id].delivered = True
+        if record.job in self.jobs:
+            self.jobs[record.job].last_delivered = record.id
+
+    def _nothing(self, record: r.Record) -> None:
+        """Records for accounting only."""
+
+
+_APPLY = {
+    r.EpochStarted: Book._epoch_started,
+    r.EpochEnded: Book._epoch_ended,
+    r.JobAttached: Book._job_attached,
+    r.JobEnded: Book._job_ended,
+    r.SessionOpened: Book._session_opened,
+    r.SessionEnded: Book._session_ended,
+    r.GroupPlaced: Book._group_placed,
+    r.GroupEnded: Book._group_ended,
+    r.ModelCreated: Book._model_created,
+    r.ModelEnded: Book._model_ended,
+    r.VersionPublished: Book._version_published,
+    r.VersionDropped: Book._version_dropped,
+    r.SamplerOpened: Book._sampler_opened,
+    r.SeqConsumed: Book._seq_consumed,
+    r.CallAccepted: Book._call_accepted,
+    r.CallEnded: Book._call_ended,
+    r.Delivered: Book._delivered,
+    r.SpanClosed: Book._nothing,
+    r.Switched: Book._nothing,
+    r.AgentInterval: Book._nothing,
+}

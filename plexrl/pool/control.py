@@ -1,0 +1,36 @@
+"""How agents and engine hosts find the head: run/control.json (address, key, epoch), and the pool's key pairs, both 0600."""
+
+import os
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from plexrl.types import Epoch, Unavailable
+
+
+class Control(Struct, frozen=True, kw_only=True):
+    """The head's inner address for agents and engine hosts. server_key: z85."""
+
+    address: str
+    server_key: str
+    epoch: Epoch
+
+
+def write_control(path: Path, control: Control) -> None:
+    """Replace the file at once, 0600."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(control))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_control(path: Path) -> Control:
+    """Raises Unavailable while no head has written it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Control)
+    except FileNotFoundError:
+        raise Unavailable(f"no head has written {path} yet") from None

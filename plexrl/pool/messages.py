@@ -1,0 +1,223 @@
+"""Messages between the head and its agents and engine hosts (leaders), on the pool's inner CURVE channel."""
+
+import msgspec
+from msgspec import Struct
+
+from plexrl.types import Epoch, Slab
+
+
+class Message(Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all messages."""
+
+
+# --- head to anybody --------------------------------------------------------------------------------------------------
+
+
+class Who(Message):
+    """The head does not know the sender: say hello."""
+
+
+class Welcome(Message):
+    """The hello was accepted by the head of this epoch."""
+
+    epoch: Epoch
+
+
+class Fenced(Message):
+    """The hello was refused."""
+
+    why: str
+
+
+class Ping(Message):
+    """Sign of life, both ways."""
+
+
+class Reply(Message):
+    """Answer to an order. value: what the order's docstring says."""
+
+    id: int
+    ok: bool
+    value: dict[str, object] = {}
+    error: str = ""
+    category: str = "server"
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+
+
+class AgentHello(Message):
+    """A node's agent, its GPUs in order, and the engine hosts it has running."""
+
+    node: str
+    gpus: tuple[str, ...]
+    children: tuple[tuple[str, int], ...]
+
+
+class ChildEnded(Message):
+    """An engine host's process ended. tail: the end of its log."""
+
+    gang: str
+    rank: int
+    code: int
+    tail: str
+
+
+class Allocate(Message):
+    """Order: a slab in the node's arena, idempotent by name. Value: slab, created."""
+
+    id: int
+    name: str
+    size: int
+    owner: int
+
+
+class Free(Message):
+    """Order: give a slab back (one that is gone is fine)."""
+
+    id: int
+    name: str
+
+
+class Spawn(Message):
+    """Order: start one rank of a gang. base: name and size of the frozen base's slab, if it has one. Value: pid."""
+
+    id: int
+    gang: str
+    rank: int
+    gpu: int
+    engine: dict[str, object]
+    nodes: tuple[str, ...]
+    base: tuple[str, int] | None
+    owner: int
+
+
+class Kill(Message):
+    """End all ranks of a gang on this node."""
+
+    gang: str
+
+
+class Shutdown(Message):
+    """The pool ends: end the engine hosts, close the interval, exit."""
+
+
+# --- engine hosts -----------------------------------------------------------------------------------------------------
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """One call as an engine host needs it. args: kind-specific (optimizer, folder, slabs by node, version, ...)."""
+
+    id: str
+    kind: str
+    deployment: str
+    seq: int | None
+    args: dict[str, object]
+    body: bytes
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """How a call ended, kept by the engine host until the head has it on disk."""
+
+    id: str
+    ok: bool
+    content_type: str = ""
+    body: bytes = b""
+    error: str = ""
+    category: str = ""
+    units: int = 0
+    cpu_us: int = 0
+    wall_us: int = 0
+    moved_bytes: int = 0
+
+
+class HostHello(Message):
+    """A gang's leader. applied: last applied training seq by deployment; queue: calls it holds that have not ended."""
+
+    gang: str
+    built: bool
+    resident: bool
+    deployments: tuple[str, ...]
+    versions: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
+    queue: tuple[str, ...]
+    device_bytes: int
+
+
+class Ended(Message):
+    """A call ended."""
+
+    outcome: Outcome
+
+
+class Paused(Message):
+    """The turn has stopped at a safe point; unfinished calls in order, the first may be half done."""
+
+    unfinished: tuple[str, ...]
+
+
+class Order(Message):
+    """Order to an engine host at its next safe point: create, drop, attach, detach, offload, load. Value: as measured."""
+
+    id: int
+    verb: str
+    args: dict[str, object]
+
+
+class Run(Message):
+    """Start, continue or widen the turn. A call that the host already holds goes on where it stopped."""
+
+    works: tuple[Work, ...]
+
+
+class Pause(Message):
+    """Stop at the next safe point and answer Paused."""
+
+
+class Ack(Message):
+    """These outcomes are on disk: forget them."""
+
+    ids: tuple[str, ...]
+
+
+class Cancel(Message):
+    """End a call early if it has not ended."""
+
+    call: str
+
+
+class Exit(Message):
+    """End the gang."""
+
+
+AnyMessage = (
+    Who
+    | Welcome
+    | Fenced
+    | Ping
+    | Reply
+    | AgentHello
+    | ChildEnded
+    | Allocate
+    | Free
+    | Spawn
+    | Kill
+    | Shutdown
+    | HostHello
+    | Ended
+    | Paused
+    | Order
+    | Run
+    | Pause
+    | Ack
+    | Cancel
+    | Exit
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(AnyMessage).decode
+
+
+def slab_of(value: object) -> Slab:
+    """A Slab from a message's plain value."""
+    return msgspec.convert(value, Slab)
