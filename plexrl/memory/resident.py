@@ -68,8 +68,8 @@ class ResidentState:
 
     manifest: the layout on the device, relative to region_slice.
     region_slice: uint8, 1-D, at least manifest.end bytes of a mapped region.
-    slab_view: uint8, 1-D, holds the buckets that have no other source, laid out as `host` (= manifest.without(sources)); None
-        when every bucket has one.
+    slab_view: uint8, 1-D, the buckets that have no other source, laid out as `host` (= manifest.without(sources));
+        None when every bucket has one.
     sources: bucket -> uint8 host tensor of exactly the bucket's bytes, elsewhere than in the own slab (a shared base, a
         published version). Such a bucket is always CLEAN: it is copied in and never out.
 
