@@ -1,0 +1,113 @@
+"""The inner end of an agent or an engine host: finds the head, stays connected, says hello again to a new one."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from plexrl.pool import messages as m
+from plexrl.pool.control import Control, read_control
+from plexrl.types import Epoch, Unavailable
+from plexrl.wire.channel import Client
+from plexrl.wire.keys import Keys
+
+log = logging.getLogger(__name__)
+_LOOK_S = 0.5
+_PING_S = 1.0
+
+
+class HeadLink:
+    """One connection to whatever head is written in control.json, re-made when that changes.
+
+    hello() gives the message that introduces us; it is sent on every (re)connection and whenever the head asks who we
+    are. receive(message) gets everything else from a head whose epoch is not lower than any seen before.
+    """
+
+    def __init__(
+        self,
+        control: Path,
+        keys: Keys,
+        identity: str,
+        hello: Callable[[], m.Message],
+        receive: Callable[[m.Message], None],
+    ):
+        self._control_path = control
+        self._keys = keys
+        self._identity = identity.encode()
+        self._hello = hello
+        self._receive = receive
+        self._context = zmq.Context()
+        self._client: Client | None = None
+        self._control: Control | None = None
+        self._welcomed = False
+        self._epoch = Epoch(0, 0, 0)
+        self._unsent: list[m.Message] = []
+
+    async def run(self) -> None:
+        """Keep the connection until cancelled."""
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(_LOOK_S if not self._welcomed else _PING_S)
+                if self._client is not None and self._client.up:
+                    self._client.send([m.encode(m.Ping() if self._welcomed else self._hello())])
+        finally:
+            self.close()
+
+    def send(self, message: m.Message) -> None:
+        """Send, or keep until a head has welcomed us. What a head loses with its life the hello tells its successor."""
+        if self._welcomed and self._client is not None and self._client.send([m.encode(message)]):
+            return
+        self._unsent.append(message)
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._client is not None:
+            self._client.close(linger_ms=500)
+            self._client = None
+        self._context.destroy(linger=500)
+
+    def _look(self) -> None:
+        try:
+            control = read_control(self._control_path)
+        except Unavailable:
+            return
+        if self._control is not None and (control.address, control.server_key) == (
+            self._control.address,
+            self._control.server_key,
+        ):
+            return
+        if self._client is not None:
+            self._client.close()
+        self._welcomed = False
+        self._control = control
+        self._client = Client(self._context, control.address, control.server_key, self._keys, self._identity)
+        self._client.start(self._take, self._changed)
+
+    def _changed(self, up: bool, why: str) -> None:
+        self._welcomed = False
+        if up and self._client is not None:
+            self._client.send([m.encode(self._hello())])
+        elif not up:
+            log.info("connection to the head: %s", why)
+
+    def _take(self, frames: list[bytes]) -> None:
+        message = m.decode(frames[0])
+        if isinstance(message, m.Welcome):
+            if message.epoch < self._epoch:
+                log.error("a head of the older epoch %s is ignored", message.epoch)
+                return
+            self._epoch = message.epoch
+            if not self._welcomed:
+                self._welcomed = True
+                unsent, self._unsent = self._unsent, []
+                for waiting in unsent:
+                    self.send(waiting)
+        elif isinstance(message, m.Who):
+            self._welcomed = False
+            if self._client is not None:
+                self._client.send([m.encode(self._hello())])
+        elif not isinstance(message, m.Ping) and self._welcomed:
+            self._receive(message)
