@@ -1,0 +1,1 @@
+"""How the processes of a pool find, trust and reach each other: registry files, MUNGE, CURVE, messages."""
