@@ -1,0 +1,1 @@
+"""What executes calls: torch (embedded) and noop, behind one small protocol."""
