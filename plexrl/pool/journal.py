@@ -80,7 +80,9 @@ class Journal:
     while one batch syncs, the next gathers; there is no timer.
     """
 
-    def __init__(self, root: Path, epoch: Epoch, loop: asyncio.AbstractEventLoop, on_failure: Callable[[OSError], None]):
+    def __init__(
+        self, root: Path, epoch: Epoch, loop: asyncio.AbstractEventLoop, on_failure: Callable[[OSError], None]
+    ):
         self._folder = root / str(epoch)
         self._loop = loop
         self._on_failure = on_failure

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import secrets
 from collections.abc import Callable
 
 import zmq
@@ -42,7 +43,8 @@ class Links:
         self._receive = receive
         self._known: set[str] = set()
         self._orders: dict[int, tuple[str, asyncio.Future]] = {}
-        self._ids = itertools.count(1)
+        # A reply to an order of our predecessor must not pass for a reply to ours.
+        self._ids = itertools.count(secrets.randbits(48) << 8)
         self._server = Server(context, address, server, allow=lambda key: key == client_key)
         self.address = self._server.address
         self._server.start(self._take)

@@ -1,0 +1,186 @@
+"""An engine host: the process of one rank. `python -I -m plexrl.pool.enginehost`, settings as msgpack on stdin.
+
+The leader (rank 0) has a connection to the head and steps its gang; the other ranks follow. It outlives a head: outcomes
+are kept until a head has them on disk. It ends with its agent (lifeline pipe), with its leader, or when told.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from plexrl.pool import messages as m
+from plexrl.pool.harden import harden
+from plexrl.types import Moved, PlexrlError, Role, Slab
+
+log = logging.getLogger("plexrl.enginehost")
+_FILL_S = 600.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent tells a new rank. ready: the slab of the base's ready mark; first_on_node: lowest rank there."""
+
+    gang: str
+    node: str
+    first_on_node: bool
+    engine: dict[str, object]
+    ready: Slab | None
+    device_fd: int
+    arena_fd: int
+    arena_bytes: int
+    lifeline_fd: int
+    control: str
+    keys: str
+    paranoid: bool
+
+
+def main() -> int:
+    """Build the engine, then serve. Exit code 0 in order, 3 when the engine could not be built."""
+    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Settings)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    harden()
+    threading.Thread(target=_end_with, args=(settings.lifeline_fd,), daemon=True).start()
+    try:
+        host, follower = _build(settings)
+    except PlexrlError as error:
+        log.error("the engine was not built: %s", error)
+        return 3
+    if host is None:
+        follower()
+    else:
+        asyncio.run(_Leader(settings, host).serve())
+    logging.shutdown()
+    sys.stderr.flush()
+    # torch's threads abort now and then in an ordinary exit; everything is done and flushed here.
+    os._exit(0)
+
+
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os._exit(0)
+
+
+def _build(settings: Settings):
+    """The leader's host, or the follower's loop."""
+    from plexrl.engines.protocol import EngineSpec, build
+    from plexrl.memory.arena import ArenaMap
+    from plexrl.memory.device import CpuDevice
+    from plexrl.pool.lockstep import Lockstep
+    from plexrl.pool.samplehost import SampleHost
+    from plexrl.pool.trainhost import TrainHost, TrainRank, follow
+
+    spec = msgspec.convert(settings.engine, EngineSpec)
+    arena = device = mark = None
+    if spec.engine != "noop":
+        import torch
+
+        torch.set_num_threads(1)
+        arena = ArenaMap(settings.arena_fd, settings.arena_bytes)
+        device = CpuDevice(settings.device_fd, spec.device_bytes, settings.paranoid)
+        mark = arena.view(settings.ready) if settings.ready else None
+        if mark is not None and not spec.base_fill:
+            _wait_filled(mark)
+    engine = build(spec, device, arena)
+    if mark is not None:
+        mark[0] = 1
+    if spec.role is Role.SAMPLE:
+        return SampleHost(engine, settings.node), None
+    rank = TrainRank(engine, spec.rank, settings.node, settings.first_on_node)
+    lockstep = Lockstep(spec.rank, spec.world)
+    if spec.rank == 0:
+        return TrainHost(rank, lockstep), None
+    return None, lambda: follow(rank, lockstep)
+
+
+def _wait_filled(mark) -> None:
+    deadline = time.monotonic() + _FILL_S
+    while not int(mark[0]):
+        if time.monotonic() > deadline:
+            raise PlexrlError(f"the base weights were not filled within {_FILL_S:.0f} s by the rank that should")
+        time.sleep(0.05)
+
+
+class _Leader:
+    """Serves the head: messages between two steps, steps while there is work."""
+
+    def __init__(self, settings: Settings, host):
+        from plexrl.pool.peer import HeadLink
+        from plexrl.wire.keys import Keys
+
+        self._settings = settings
+        self._host = host
+        self._resident = True
+        self._wake = asyncio.Event()
+        self._exit = False
+        self._link = HeadLink(
+            Path(settings.control), Keys.load(settings.keys), f"gang:{settings.gang}", self._hello, self._take
+        )
+
+    async def serve(self) -> None:
+        linking = asyncio.create_task(self._link.run())
+        try:
+            while not self._exit:
+                if self._host.busy:
+                    self._report(self._host.step())
+                    await asyncio.sleep(0)
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+            self._host.exit()
+        finally:
+            linking.cancel()
+            await asyncio.gather(linking, return_exceptions=True)
+
+    def _hello(self) -> m.HostHello:
+        return m.HostHello(
+            gang=self._settings.gang,
+            built=True,
+            resident=self._resident,
+            deployments=tuple(sorted(self._host.deployments)),
+            versions=tuple(sorted(self._host.versions)),
+            outcomes=tuple(self._host.outcomes.values()),
+            queue=self._host.held(),
+            device_bytes=int(self._settings.engine["extent_size"]),
+        )
+
+    def _report(self, outcomes: list[m.Outcome]) -> None:
+        for outcome in outcomes:
+            self._link.send(m.Ended(outcome=outcome))
+
+    def _take(self, message: m.Message) -> None:
+        self._wake.set()
+        match message:
+            case m.Run():
+                self._report(self._host.run(message.works))
+            case m.Pause():
+                self._link.send(m.Paused(unfinished=self._host.pause()))
+            case m.Order():
+                self._link.send(self._obey(message))
+            case m.Ack():
+                for call in message.ids:
+                    self._host.outcomes.pop(call, None)
+            case m.Cancel():
+                self._host.cancel(message.call)
+            case m.Exit():
+                self._exit = True
+
+    def _obey(self, order: m.Order) -> m.Reply:
+        try:
+            if order.verb in ("offload", "load") and self._resident == (order.verb == "load"):
+                return m.Reply(id=order.id, ok=True, value={"moved": [Moved()]})
+            value = self._host.order(order.verb, order.args)
+        except PlexrlError as error:
+            category = "user" if error.exit_code == 2 else "server"
+            return m.Reply(id=order.id, ok=False, error=str(error), category=category)
+        if order.verb in ("offload", "load"):
+            self._resident = order.verb == "load"
+        return m.Reply(id=order.id, ok=True, value=value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Fault points for the crash tests: a file `run/faults/<name>` ends the process there, once, as SIGKILL would."""
+
+import os
+import signal
+from pathlib import Path
+
+
+class Faults:
+    """The fault points of one pool. The folder is the service account's, so nobody else can set one."""
+
+    def __init__(self, run: Path):
+        self._folder = run / "faults"
+
+    def arm(self, name: str) -> None:
+        """The next `hit(name)` ends its process."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        (self._folder / name).touch(mode=0o600)
+
+    def hit(self, name: str) -> None:
+        """Die here if the point is armed."""
+        try:
+            (self._folder / name).unlink()
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)

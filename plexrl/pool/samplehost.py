@@ -1,0 +1,121 @@
+"""What a sampling replica does with its engine: a batch that newcomers join, one decode step at a time."""
+
+import time
+from collections import OrderedDict
+
+from plexrl.engines.protocol import SampleEngine, UserError
+from plexrl.pool.messages import Outcome, Work, slab_of
+from plexrl.types import PlexrlError
+
+
+class SampleHost:
+    """The calls of one replica. CPU time of a step is split evenly among the calls that were live in it."""
+
+    def __init__(self, engine: SampleEngine, node: str):
+        self._engine = engine
+        self._node = node
+        self._live: OrderedDict[str, float] = OrderedDict()
+        self._cpu_us: dict[str, float] = {}
+        self._stopped = True
+        self.deployments: set[str] = set()
+        self.versions: set[str] = set()
+        self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return not self._stopped and bool(self._live)
+
+    def held(self) -> tuple[str, ...]:
+        """Calls that have not ended."""
+        return tuple(self._live)
+
+    def run(self, works: tuple[Work, ...]) -> list[Outcome]:
+        """Start, continue or widen the turn; outcomes that exist already (or at once, for bad input) are given."""
+        self._stopped = False
+        given = []
+        for work in works:
+            if work.id in self.outcomes:
+                given.append(self.outcomes[work.id])
+            elif work.id not in self._live:
+                try:
+                    self._engine.add(work.id, work.args["version"] or None, work.body)
+                except PlexrlError as error:
+                    given.append(self._end(work.id, error=error))
+                else:
+                    self._live[work.id] = time.monotonic()
+                    self._cpu_us[work.id] = 0.0
+        return given
+
+    def pause(self) -> tuple[str, ...]:
+        """Stop here: this is between two tokens."""
+        self._stopped = True
+        return self.held()
+
+    def cancel(self, call: str) -> None:
+        """Drop a call and what it had drawn."""
+        self._engine.cancel(call)
+        self._live.pop(call, None)
+        self._cpu_us.pop(call, None)
+
+    def order(self, verb: str, args: dict) -> dict[str, object]:
+        """attach, detach, offload or load. Raises PlexrlError."""
+        match verb:
+            case "attach":
+                slab = args["slabs"].get(self._node)
+                if args["slabs"] and slab is None:
+                    raise PlexrlError(f"version {args['version']} is not on node {self._node}")
+                self._engine.attach(
+                    args["version"],
+                    slab_of(slab) if slab else None,
+                    args["lora_rank"],
+                    args["attn"],
+                    args["mlp"],
+                    args["unembed"],
+                )
+                self.versions.add(args["version"])
+            case "detach":
+                self._engine.detach(args["version"])
+                self.versions.discard(args["version"])
+            case "offload":
+                return {"moved": [self._engine.offload()]}
+            case "load":
+                return {"moved": [self._engine.load_device()]}
+            case _:
+                raise PlexrlError(f"a sampler does not do {verb}")
+        return {}
+
+    def step(self) -> list[Outcome]:
+        """One token for every live sequence."""
+        begun = time.process_time_ns()
+        ended = self._engine.step()
+        share = (time.process_time_ns() - begun) / 1000 / max(len(self._live), 1)
+        for call in self._live:
+            self._cpu_us[call] += share
+        return [
+            self._end(call, error=what) if isinstance(what, UserError) else self._end(call, result=what)
+            for call, what in ended
+        ]
+
+    def exit(self) -> None:
+        """Nothing to release."""
+
+    def _end(self, call: str, result=None, error: PlexrlError | None = None) -> Outcome:
+        begun = self._live.pop(call, time.monotonic())
+        wall_us = int((time.monotonic() - begun) * 1e6)
+        cpu_us = int(self._cpu_us.pop(call, 0.0))
+        if error is not None:
+            outcome = Outcome(id=call, ok=False, error=str(error), category="user", cpu_us=cpu_us, wall_us=wall_us)
+        else:
+            outcome = Outcome(
+                id=call,
+                ok=True,
+                content_type=result.content_type,
+                body=result.body,
+                units=result.units,
+                cpu_us=cpu_us,
+                wall_us=wall_us,
+                moved_bytes=result.moved_bytes,
+            )
+        self.outcomes[call] = outcome
+        return outcome

@@ -1,0 +1,228 @@
+"""What a training rank does with its engine: the leader decides each step, all ranks take it together.
+
+Steps are msgpack arrays [verb, ...] told by rank 0 (`Lockstep`). Between two micro-batches of a call the leader may leave
+it and come back later; nothing is in flight then, so the gang may be offloaded meanwhile.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from plexrl.engines.protocol import TrainEngine, UserError
+from plexrl.pool.lockstep import Lockstep
+from plexrl.pool.messages import Outcome, Work, slab_of
+from plexrl.types import BadInput, CallKind, Moved, PlexrlError, Result
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank fared in one step. done: the call has ended (a step of a call only)."""
+
+    ok: bool = True
+    error: str = ""
+    category: str = ""
+    done: bool = False
+    cpu_us: int = 0
+    moved: Moved | None = None
+    result: Result | None = None
+
+
+class TrainRank:
+    """One rank's side of every step; the same code on all ranks."""
+
+    def __init__(self, engine: TrainEngine, rank: int, node: str, first_on_node: bool):
+        self._engine = engine
+        self._rank = rank
+        self._node = node
+        self._first_on_node = first_on_node
+        self._running: Generator[None, None, Result] | None = None
+        self._cpu_us = 0
+
+    def take(self, step: list) -> Answer:
+        """Do one step. Errors become answers: a rank that raised where others did not would hang the gang."""
+        begun = time.process_time_ns()
+        try:
+            answer = getattr(self, f"_{step[0]}")(*step[1:])
+        except UserError as error:
+            self._running = None
+            answer = Answer(ok=False, error=str(error), category="user", done=True)
+        except PlexrlError as error:
+            self._running = None
+            category = "user" if isinstance(error, BadInput) else "server"
+            answer = Answer(ok=False, error=str(error), category=category, done=True)
+        self._cpu_us += (time.process_time_ns() - begun) // 1000
+        if answer.done:
+            answer = msgspec.structs.replace(answer, cpu_us=self._cpu_us)
+            self._cpu_us = 0
+        return answer
+
+    def _begin(self, kind: str, deployment: str, args: dict, body: bytes) -> Answer:
+        self._cpu_us = 0
+        engine = self._engine
+        match CallKind(kind):
+            case CallKind.FORWARD | CallKind.FORWARD_BACKWARD as which:
+                self._running = engine.forward_backward(deployment, body, which is CallKind.FORWARD)
+                return Answer()
+            case CallKind.OPTIM_STEP:
+                return Answer(done=True, result=engine.optim_step(deployment, body))
+            case CallKind.SAVE_STATE:
+                engine.save(deployment, Path(args["folder"]), args["optimizer"])
+            case CallKind.LOAD_STATE:
+                engine.load(deployment, Path(args["folder"]), args["optimizer"])
+            case CallKind.PUBLISH:
+                # One snapshot per node: its first rank writes it. Ranks hold the same weights.
+                if self._first_on_node:
+                    folder = Path(args["folder"]) if args["folder"] else None
+                    engine.publish(deployment, slab_of(args["slabs"][self._node]), folder)
+            case other:
+                raise BadInput(f"a trainer does not execute {other}")
+        return Answer(done=True, result=Result(content_type="application/json", body=b""))
+
+    def _next(self) -> Answer:
+        assert self._running is not None
+        try:
+            next(self._running)
+        except StopIteration as stop:
+            self._running = None
+            return Answer(done=True, result=stop.value)
+        return Answer()
+
+    def _create(self, args: dict) -> Answer:
+        self._engine.create(
+            args["deployment"],
+            slab_of(args["slabs"][self._rank]),
+            args["lora_rank"],
+            args["seed"],
+            args["attn"],
+            args["mlp"],
+            args["unembed"],
+        )
+        if args["folder"]:
+            self._engine.load(args["deployment"], Path(args["folder"]), args["optimizer"])
+        return Answer(done=True)
+
+    def _drop(self, args: dict) -> Answer:
+        self._engine.drop(args["deployment"])
+        return Answer(done=True)
+
+    def _offload(self, args: dict) -> Answer:
+        return Answer(done=True, moved=self._engine.offload())
+
+    def _load(self, args: dict) -> Answer:
+        return Answer(done=True, moved=self._engine.load_device())
+
+
+def follow(rank: TrainRank, lockstep: Lockstep) -> None:
+    """A follower's life: take the leader's steps until it says exit or goes away."""
+    while True:
+        step = msgspec.msgpack.decode(lockstep.tell())
+        if step[0] == "exit":
+            return
+        lockstep.collect(_pack(rank.take(step)))
+
+
+class TrainHost:
+    """The leader's queue of calls over the gang. `busy` while there is a step to take."""
+
+    def __init__(self, rank: TrainRank, lockstep: Lockstep):
+        self._rank = rank
+        self._lockstep = lockstep
+        self._decode = msgspec.msgpack.Decoder(Answer).decode
+        self._queue: deque[Work] = deque()
+        self._current: Work | None = None
+        self._begun_at = 0.0
+        self._stopped = True
+        self.deployments: set[str] = set()
+        self.versions: set[str] = set()
+        self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return not self._stopped and (self._current is not None or bool(self._queue))
+
+    def held(self) -> tuple[str, ...]:
+        """Calls that have not ended, in order; the first may be half done."""
+        current = (self._current.id,) if self._current else ()
+        return current + tuple(work.id for work in self._queue)
+
+    def run(self, works: tuple[Work, ...]) -> list[Outcome]:
+        """Start, continue or widen the turn; outcomes of calls that had ended already are given again."""
+        self._stopped = False
+        held = set(self.held())
+        again = []
+        for work in works:
+            if work.id in self.outcomes:
+                again.append(self.outcomes[work.id])
+            elif work.id not in held:
+                self._queue.append(work)
+        return again
+
+    def pause(self) -> tuple[str, ...]:
+        """Stop here: this is between two steps."""
+        self._stopped = True
+        return self.held()
+
+    def cancel(self, call: str) -> None:
+        """Drop a call that has not begun; one that has goes to its end, gradients cannot be taken back."""
+        self._queue = deque(work for work in self._queue if work.id != call)
+
+    def order(self, verb: str, args: dict) -> dict[str, object]:
+        """create, drop, offload or load on all ranks. Raises PlexrlError with what the first failing rank said."""
+        answers = self._all([verb, args])
+        for answer in answers:
+            if not answer.ok:
+                raise (UserError if answer.category == "user" else PlexrlError)(answer.error)
+        if verb == "create":
+            self.deployments.add(args["deployment"])
+        elif verb == "drop":
+            self.deployments.discard(args["deployment"])
+            self._queue = deque(work for work in self._queue if work.deployment != args["deployment"])
+        return {"moved": [answer.moved for answer in answers]}
+
+    def step(self) -> list[Outcome]:
+        """One micro-batch or one call; the outcome of a call that ended."""
+        if self._current is None:
+            work = self._current = self._queue.popleft()
+            self._begun_at = time.monotonic()
+            answers = self._all(["begin", work.kind, work.deployment, work.args, work.body])
+        else:
+            answers = self._all(["next"])
+        if not any(answer.done for answer in answers):
+            return []
+        work, self._current = self._current, None
+        outcome = self._outcome(work, answers)
+        self.outcomes[outcome.id] = outcome
+        return [outcome]
+
+    def exit(self) -> None:
+        """Release the followers."""
+        self._lockstep.tell(_pack(["exit"]))
+
+    def _all(self, step: list) -> list[Answer]:
+        self._lockstep.tell(_pack(step))
+        return [self._decode(part) for part in self._lockstep.collect(_pack(self._rank.take(step)))]
+
+    def _outcome(self, work: Work, answers: list[Answer]) -> Outcome:
+        wall_us = int((time.monotonic() - self._begun_at) * 1e6)
+        cpu_us = max(answer.cpu_us for answer in answers)
+        failed = next((answer for answer in answers if not answer.ok), None)
+        if failed is not None:
+            return Outcome(
+                id=work.id, ok=False, error=failed.error, category=failed.category, cpu_us=cpu_us, wall_us=wall_us
+            )
+        result = answers[0].result
+        return Outcome(
+            id=work.id,
+            ok=True,
+            content_type=result.content_type,
+            body=result.body,
+            units=result.units,
+            cpu_us=cpu_us,
+            wall_us=wall_us,
+            moved_bytes=sum(a.result.moved_bytes for a in answers if a.result),
+        )
