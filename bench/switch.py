@@ -42,7 +42,9 @@ def allocations(step) -> int:
     """How many buffers torch's CPU allocator and Python made while step() ran."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
-    made = sum(1 for event in seen.events() if event.name == "[memory]" and event.cpu_memory_usage > 0)
+    # The raw records: seen.events() folds them into the operators, where what an operator made and freed is net 0.
+    raw = seen.profiler.kineto_results.events()
+    made = sum(1 for event in raw if event.name() == "[memory]" and event.nbytes() > 0)
     tracemalloc.start()
     step()
     tracemalloc.reset_peak()
