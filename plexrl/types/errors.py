@@ -31,7 +31,12 @@ class Unavailable(PlexrlError):
 
 
 class ApiError(PlexrlError):
-    """A refusal that a client sees as an HTTP status with a JSON body."""
+    """A refusal that a client sees as an HTTP status with a JSON body.
+
+    consumed: (model, seq) of a refused training call. The client counts that seq as used, so the head must too.
+    """
+
+    consumed: tuple[str, int] | None = None
 
     def __init__(self, status: int, what: str, mend: str = "") -> None:
         super().__init__(what, mend)
