@@ -23,6 +23,7 @@ GROUPS = {
     "demo": (EVERYBODY, "Two RL jobs of two users share two GPUs on a development cluster."),
     "devcluster": (EVERYBODY, "A real Slurm on this one machine, for development and tests."),
 }
+COMPLETION = {"install_completion", "show_completion"}
 
 
 class LazyGroup(TyperGroup):
@@ -38,6 +39,8 @@ class LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if name in GROUPS:
             command = typer.main.get_command(importlib.import_module(f"plexrl.cli.{name}").app)
+            # Typer gives each app the options that set up shell completion; they belong to the root alone.
+            command.params = [option for option in command.params if option.name not in COMPLETION]
         return name, command, rest
 
 
