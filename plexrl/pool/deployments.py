@@ -1,0 +1,255 @@
+"""The life of deployments: opened, fed with calls in their order, ended with their session or job, lost with their gang."""
+
+import json
+import logging
+
+from plexrl.pool.book import Model
+from plexrl.pool.core import Core
+from plexrl.pool.groups import Groups
+from plexrl.pool.turns import Turns
+from plexrl.types import ApiError, Call, DoesNotFit, Peer, PlexrlError, Role, commands, records
+
+log = logging.getLogger("plexrl.head")
+
+
+class Deployments:
+    """Models and what hangs on them."""
+
+    def __init__(self, core: Core, groups: Groups, turns: Turns):
+        self._core = core
+        self._groups = groups
+        self._turns = turns
+        turns.on_built = self._built
+        turns.on_build_failed = self._build_failed
+        turns.on_lost = self.gang_lost
+        self._gang_up: dict[str, bool] = {}
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    async def open(
+        self,
+        peer: Peer,
+        session: records.SessionOpened,
+        model: str,
+        *,
+        base: str,
+        lora_rank: int | None,
+        seed: int,
+        attn: bool,
+        mlp: bool,
+        unembed: bool,
+        init_path: str = "",
+        init_optimizer: bool = False,
+        promise: str = "create_model",
+    ) -> commands.Promise:
+        """Place the deployment and promise it. Raises ApiError when it does not fit or the job has too many."""
+        core = self._core
+        mine = [x for x in core.book.models.values() if x.created.job == peer.job and not x.ended]
+        if len(mine) >= core.config.limits.models_per_job:
+            raise ApiError(
+                400, f"this job has {len(mine)} models, the most that limits.models_per_job allows", "Unload one"
+            )
+        kind = "full" if lora_rank is None else "lora"
+        try:
+            group = self._groups.ensure(base, Role.TRAIN, kind, model if kind == "full" else "", peer.job)
+        except DoesNotFit as error:
+            raise ApiError(400, error.what, error.mend) from error
+        await core.commit(
+            records.ModelCreated(
+                now_us=core.now_us(),
+                model=model,
+                session=session.session,
+                job=peer.job,
+                uid=peer.uid,
+                account=peer.account,
+                base=base,
+                lora_rank=lora_rank,
+                seed=seed,
+                attn=attn,
+                mlp=mlp,
+                unembed=unembed,
+                group=group,
+                init_path=init_path,
+                init_optimizer=init_optimizer,
+                promise=promise,
+            )
+        )
+        self._turns.tick()
+        self.start(core.book.models[model])
+        return commands.Promise(request_id=f"{model}:0", model=model)
+
+    def start(self, model: Model) -> None:
+        """Make the deployment on its gang as soon as that is built."""
+        (gang,) = self._groups.gangs(model.created.group)
+        if self._gang_up.get(gang.id):
+            self._core.spawn(self._create(model))
+
+    async def _create(self, model: Model) -> None:
+        core, created = self._core, model.created
+        try:
+            await self._groups.create(model)
+        except PlexrlError as error:
+            category = "user" if error.exit_code in (2, 3) or getattr(error, "category", "") == "user" else "server"
+            core.fail(f"{model.id}:0", str(error), category)
+            await self.end_model(model, f"it was not created: {error}")
+            return
+        body = {"type": created.promise, "model_id": model.id}
+        if created.promise == "load_weights":
+            body["path"] = f"tinker://{model.id}/weights/initial"
+        core.end(
+            records.CallEnded(
+                now_us=core.now_us(),
+                id=f"{model.id}:0",
+                ok=True,
+                content_type="application/json",
+                body=json.dumps(body).encode(),
+            )
+        )
+        self.release(model)
+
+    def _built(self, gang_id: str) -> None:
+        self._gang_up[gang_id] = True
+        group, _ = self._groups.gang(gang_id)
+        if group.placed.spec.role is Role.TRAIN:
+            for model in self._core.book.live_models(group.placed.spec.group):
+                self.start(model)
+
+    def _build_failed(self, gang_id: str, why: str) -> None:
+        """Everybody who waited for the gang is told; the group is given up."""
+        group, _ = self._groups.gang(gang_id)
+        name = group.placed.spec.group
+        for model in self._core.book.live_models(name):
+            self._core.fail(f"{model.id}:0", f"the worker group was not built: {why}", "server")
+            self._core.spawn(self.end_model(model, f"its worker group was not built: {why}"))
+        self._groups.retire(name, f"not built: {why}")
+        self._turns.remove(name)
+
+    # -- calls in order ------------------------------------------------------------------------------------------------
+
+    def release(self, model: Model) -> None:
+        """Hand the scheduler the calls whose turn in the model's order has come."""
+        created = self._core.book.entries.get(f"{model.id}:0")
+        if model.ended or created is None or created.ended is None:
+            return
+        for call_id in self._core.book.release(model):
+            entry = self._core.book.entries[call_id]
+            if entry.ended is None:
+                self._turns.submit(entry.accepted.call)
+        if model.held:
+            model.held_since_us = self._core.now_us()
+
+    def check_gaps(self) -> None:
+        """Fail calls that have waited too long for a seq_id before them that never came."""
+        core = self._core
+        for model in core.book.models.values():
+            late = core.now_us() - model.held_since_us > core.config.limits.sequence_gap_us
+            created = core.book.entries.get(f"{model.id}:0")
+            if model.held and late and not model.ended and created is not None and created.ended is not None:
+                for call_id in list(model.held.values()):
+                    core.fail(call_id, f"seq_id {model.next_seq} of {model.id} never came", "user")
+                last = max(model.consumed, default=model.next_seq)
+                for seq in range(model.next_seq, last):
+                    if seq not in model.consumed:
+                        core.commit(records.SeqConsumed(now_us=core.now_us(), model=model.id, seq=seq))
+                self.release(model)
+
+    # -- samplers ------------------------------------------------------------------------------------------------------
+
+    def ensure_sampler(self, created: records.ModelCreated) -> str:
+        """The sampler group for a model's versions, placed if there is none. Raises DoesNotFit."""
+        kind = "full" if created.lora_rank is None else "lora"
+        model = created.model if kind == "full" else ""
+        group = self._groups.ensure(created.base, Role.SAMPLE, kind, model, created.job)
+        self._turns.tick()
+        return group
+
+    def ensure_base_sampler(self, base: str, job: str) -> str:
+        """The sampler group for a base model as it is."""
+        try:
+            group = self._groups.ensure(base, Role.SAMPLE, "lora", "", job)
+        except DoesNotFit as error:
+            raise ApiError(400, error.what, error.mend) from error
+        self._turns.tick()
+        return group
+
+    def sampler_group(self, opened: records.SamplerOpened) -> str:
+        """The group that serves a sampling session."""
+        if not opened.version:
+            return self.ensure_base_sampler(opened.base, opened.job)
+        try:
+            return self.ensure_sampler(
+                self._core.book.models[self._core.book.versions[opened.version].published.model].created
+            )
+        except DoesNotFit as error:
+            raise ApiError(400, error.what, error.mend) from error
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    async def end_model(self, model: Model, reason: str, lost: bool = False) -> None:
+        """The deployment is gone; calls that were open for it fail."""
+        core = self._core
+        if model.ended:
+            return
+        await core.commit(records.ModelEnded(now_us=core.now_us(), model=model.id, reason=reason, lost=lost))
+        for call_id in list(model.held.values()):
+            core.fail(call_id, f"model {model.id} ended: {reason}", "server")
+        for call in self._open_calls(model):
+            self._turns.cancel(call)
+        before = {name for name, group in core.book.groups.items() if not group.ended}
+        await self._groups.close(model)
+        for name in before:
+            if core.book.groups[name].ended:
+                self._turns.remove(name)
+
+    def _open_calls(self, model: Model) -> list[Call]:
+        versions = {v.published.version for v in self._core.book.model_versions(model.id)}
+        calls = [
+            self._core.book.entries[call].accepted.call
+            for call in self._core.book.open_calls.get(model.created.job, ())
+        ]
+        return [call for call in calls if call.deployment == model.id or call.deployment in versions]
+
+    async def end_session(self, name: str, reason: str) -> None:
+        """A session is over, with its models."""
+        core = self._core
+        session = core.book.sessions[name]
+        if session.ended:
+            return
+        await core.commit(records.SessionEnded(now_us=core.now_us(), session=name, reason=reason))
+        for model in list(core.book.models.values()):
+            if model.created.session == name:
+                await self.end_model(model, f"its session ended ({reason})")
+
+    async def end_job(self, job: str, reason: str) -> None:
+        """A logical job is over, with its sessions."""
+        core = self._core
+        if job not in core.book.jobs or core.book.jobs[job].ended:
+            return
+        await core.commit(records.JobEnded(now_us=core.now_us(), job=job, reason=reason))
+        for name, session in list(core.book.sessions.items()):
+            if session.opened.job == job:
+                await self.end_session(name, reason)
+        for call in list(core.book.open_calls.get(job, ())):
+            self._turns.cancel(core.book.entries[call].accepted.call)
+        core.book.forget_job(job)
+
+    def gang_lost(self, gang_id: str, why: str) -> None:
+        """A gang's state is gone: trainers' deployments are lost, by name of their last checkpoint; samplers come back."""
+        self._gang_up[gang_id] = False
+        group, _ = self._groups.gang(gang_id)
+        if group.ended:
+            return
+        name = group.placed.spec.group
+        log.error("gang %s is lost: %s", gang_id, why)
+        self._groups.rank_ended(gang_id, why)
+        self._turns.lost(gang_id)
+        if group.placed.spec.role is Role.TRAIN:
+            for model in self._core.book.live_models(name):
+                last = f"; its last checkpoint is {model.checkpoint}" if model.checkpoint else "; it had no checkpoint"
+                self._core.spawn(self.end_model(model, f"its worker group was lost ({why}){last}", lost=True))
+            if group.placed.kind == "full":
+                return
+        self._core.spawn(self._rebuild(gang_id))
+
+    async def _rebuild(self, gang_id: str) -> None:
+        self._turns.rebuild(gang_id)

@@ -1,0 +1,314 @@
+"""Carries out what the scheduler says: builds, switches, runs, pauses; and tells it what came of them.
+
+Each gang has a mailbox whose items are done one after the other, so that a Pause never overtakes the Run before it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+import msgspec
+
+from plexrl.pool import messages as m
+from plexrl.pool.core import Core
+from plexrl.pool.groups import Groups
+from plexrl.scheduler import Action, Build, Closed, Dropped, Pause, Run, Switch, Turn
+from plexrl.types import Call, CallKind, Moved, PlexrlError, records
+
+log = logging.getLogger("plexrl.head")
+_SWITCH_S = 300.0
+_SAMPLE_TRIES = 3
+
+
+class Turns:
+    """The executor of the scheduler's actions."""
+
+    def __init__(self, core: Core, groups: Groups):
+        self._core = core
+        self._groups = groups
+        self._mail: dict[str, asyncio.Queue] = {}
+        self._tries: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- events in -----------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """A call whose turn in its deployment's order has come."""
+        try:
+            actions = self._core.scheduler.submit(self._core.now_us(), call)
+        except PlexrlError as error:
+            self._core.fail(call.id, str(error), "server")
+            return
+        self.perform(actions)
+
+    def tick(self) -> None:
+        """Let time pass in the scheduler."""
+        self.perform(self._core.scheduler.tick(self._core.now_us()))
+
+    def outcome(self, gang_id: str, outcome: m.Outcome) -> None:
+        """A call ended on its gang. It is acknowledged when its record is on disk."""
+        core = self._core
+
+        def acknowledge() -> None:
+            core.links.send(f"gang:{gang_id}", m.Ack(ids=(outcome.id,)))
+
+        entry = core.book.entries.get(outcome.id)
+        if entry is None or entry.ended is not None or entry.accepted is None:
+            acknowledge()
+            return
+        call = entry.accepted.call
+        core.faults.hit(f"applied-{call.kind}")
+        self._tries.pop(call.id, None)
+        self.perform(core.scheduler.finished(core.now_us(), outcome.id, outcome.units))
+        record = records.CallEnded(
+            now_us=core.now_us(),
+            id=outcome.id,
+            ok=outcome.ok,
+            content_type=outcome.content_type,
+            body=outcome.body,
+            error=outcome.error,
+            category=outcome.category,
+            units=outcome.units,
+            cpu_us=outcome.cpu_us,
+            wall_us=outcome.wall_us,
+            gang=gang_id,
+        )
+        if outcome.ok:
+            record = self._finish(entry.accepted, record)
+        core.end(record, acknowledge)
+
+    def paused(self, gang_id: str, unfinished: tuple[str, ...]) -> None:
+        """A gang has stopped at a safe point."""
+        self.perform(self._core.scheduler.paused(self._core.now_us(), gang_id, unfinished))
+
+    def lost(self, gang_id: str) -> None:
+        """A built gang lost a rank: its calls end, it is killed whole."""
+        self._groups.kill(gang_id)
+        self.perform(self._core.scheduler.lost(self._core.now_us(), gang_id))
+
+    def rebuild(self, gang_id: str) -> None:
+        """Build a lost gang again."""
+        self.perform(self._core.scheduler.rebuild(self._core.now_us(), gang_id))
+
+    def cancel(self, call: Call) -> None:
+        """End a call early, wherever it is."""
+        core = self._core
+        core.end(
+            records.CallEnded(
+                now_us=core.now_us(), id=call.id, ok=False, error="the call was cancelled", category="user"
+            )
+        )
+        for gang in core.book.groups[call.group].placed.placement.gangs:
+            core.links.send(f"gang:{gang.id}", m.Cancel(call=call.id))
+        self.perform(core.scheduler.cancel(core.now_us(), call.id))
+        if call.kind is CallKind.SAMPLE:
+            # The replica drops a sample at once and says no more of it; a training call goes to its end.
+            self.perform(core.scheduler.finished(core.now_us(), call.id, 0))
+
+    def remove(self, group_id: str) -> None:
+        """A group was retired."""
+        self.perform(self._core.scheduler.remove(self._core.now_us(), group_id))
+
+    def _finish(self, accepted: records.CallAccepted, record: records.CallEnded) -> records.CallEnded:
+        """What the head adds to a result: paths, versions, sampling sessions."""
+        core, work = self._core, accepted.work
+        call = accepted.call
+        body: dict[str, object]
+        headers = {}
+        match call.kind:
+            case CallKind.SAVE_STATE | CallKind.LOAD_STATE:
+                body = {"path": work["path"], "type": "save_weights" if call.kind is CallKind.SAVE_STATE else None}
+            case CallKind.PUBLISH:
+                model = core.book.models[call.deployment]
+                created = model.created
+                core.commit(
+                    records.VersionPublished(
+                        now_us=core.now_us(),
+                        version=str(work["version"]),
+                        model=created.model,
+                        job=created.job,
+                        uid=created.uid,
+                        account=created.account,
+                        base=created.base,
+                        lora_rank=created.lora_rank,
+                        attn=created.attn,
+                        mlp=created.mlp,
+                        unembed=created.unembed,
+                        size=self._groups.snapshot_bytes(model),
+                        nodes=self._groups.nodes(created.group),
+                        folder=str(work["folder"]),
+                    )
+                )
+                body = {"path": work["version"]}
+                if work["sampler"]:
+                    core.commit(
+                        records.SamplerOpened(
+                            now_us=core.now_us(),
+                            sampler=str(work["sampler"]),
+                            session=created.session,
+                            job=created.job,
+                            uid=created.uid,
+                            base=created.base,
+                            version=str(work["version"]),
+                        )
+                    )
+                    body = {"sampling_session_id": work["sampler"]}
+                headers = {"x-plexrl-version": str(work["version"])}
+            case CallKind.SAMPLE:
+                return msgspec.structs.replace(record, headers={"x-plexrl-version": str(work["version"])})
+            case _:
+                return record
+        payload = msgspec.json.encode({key: value for key, value in body.items() if value is not None})
+        return msgspec.structs.replace(record, content_type="application/json", body=payload, headers=headers)
+
+    # -- actions out ---------------------------------------------------------------------------------------------------
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions and set the timer for the scheduler's next tick."""
+        core = self._core
+        for action in actions:
+            match action:
+                case Closed():
+                    core.commit(records.SpanClosed(now_us=core.now_us(), span=action.span), durable=False)
+                case Build():
+                    self._post(action.gang, lambda a=action: self._build(a))
+                case Switch():
+                    self._post(action.gang, lambda a=action: self._switch(a))
+                case Run():
+                    self._post(action.gang, lambda a=action: self._run(a))
+                case Pause():
+                    self._post(action.gang, lambda a=action: self._pause(a))
+                case Dropped():
+                    for call in action.calls:
+                        self._dropped(call)
+                case Turn():
+                    log.debug("turn of %s %s: %s", action.gang, "ended" if action.ended else "began", action.reason)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_at = self._core.scheduler.wake_at()
+        if wake_at is not None:
+            delay = max(0, wake_at - self._core.now_us()) / 1e6
+            self._timer = asyncio.get_running_loop().call_later(delay, self.tick)
+
+    def _post(self, gang_id: str, item: Callable[[], Awaitable[None]]) -> None:
+        mail = self._mail.get(gang_id)
+        if mail is None:
+            mail = self._mail[gang_id] = asyncio.Queue()
+            self._core.spawn(self._serve(gang_id, mail))
+        mail.put_nowait(item)
+
+    async def _serve(self, gang_id: str, mail: asyncio.Queue) -> None:
+        while True:
+            item = await mail.get()
+            try:
+                await item()
+            except Exception as error:
+                # Whatever it was, the scheduler's action was not answered: the gang cannot be trusted any more.
+                log.exception("an action on %s failed", gang_id)
+                self.on_lost(gang_id, f"an action failed: {error}")
+
+    async def _build(self, action: Build) -> None:
+        core = self._core
+        evicted: list[str] = []
+        try:
+            await self._offload(action.evict, evicted)
+            await self._groups.build(action.gang)
+        except PlexrlError as error:
+            log.error("%s was not built: %s", action.gang, error)
+            self._groups.kill(action.gang)
+            self.perform(core.scheduler.build_failed(core.now_us(), action.gang, evicted))
+            self.on_build_failed(action.gang, str(error))
+            return
+        self.perform(core.scheduler.built(core.now_us(), action.gang, evicted))
+        self.on_built(action.gang)
+
+    async def _switch(self, action: Switch) -> None:
+        core = self._core
+        evicted: list[str] = []
+        moved: dict[str, Moved] = {}
+        try:
+            await self._offload(action.evict, evicted)
+            moved = await self._move(action.gang, "load")
+        except PlexrlError as error:
+            log.error("%s was not switched in: %s", action.gang, error)
+            self.perform(core.scheduler.switched(core.now_us(), action.gang, False, moved, evicted))
+            self.on_lost(action.gang, str(error))
+            return
+        self.perform(core.scheduler.switched(core.now_us(), action.gang, True, moved, evicted))
+
+    async def _offload(self, victims: tuple[str, ...], evicted: list[str]) -> None:
+        for result, victim in zip(
+            await asyncio.gather(*(self._move(v, "offload") for v in victims), return_exceptions=True),
+            victims,
+            strict=True,
+        ):
+            if isinstance(result, PlexrlError):
+                self.on_lost(victim, str(result))
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                evicted.append(victim)
+
+    async def _move(self, gang_id: str, verb: str) -> dict[str, Moved]:
+        core = self._core
+        value = await core.links.order(f"gang:{gang_id}", m.Order(id=0, verb=verb, args={}), _SWITCH_S)
+        _, gang = self._groups.gang(gang_id)
+        moved = {
+            gpu: msgspec.convert(part, Moved) for gpu, part in zip(gang.gpus, value["moved"], strict=False) if part
+        }
+        for gpu, part in moved.items():
+            record = records.Switched(now_us=core.now_us(), gang=gang_id, gpu=gpu, incoming=verb == "load", moved=part)
+            core.commit(record, durable=False)
+        return moved
+
+    async def _run(self, action: Run) -> None:
+        core = self._core
+        works = []
+        for call_id in action.calls:
+            entry = core.book.entries.get(call_id)
+            if entry is None or entry.accepted is None or entry.ended is not None:
+                self.perform(core.scheduler.finished(core.now_us(), call_id, 0))
+                continue
+            try:
+                works.append(await self._work(action.gang, entry.accepted))
+            except PlexrlError as error:
+                self.perform(core.scheduler.finished(core.now_us(), call_id, 0))
+                core.fail(call_id, str(error), "user" if error.exit_code == 2 else "server")
+        if works:
+            core.links.send(f"gang:{action.gang}", m.Run(works=tuple(works)))
+
+    async def _work(self, gang_id: str, accepted: records.CallAccepted) -> m.Work:
+        core, call = self._core, accepted.call
+        args = dict(accepted.work)
+        if call.kind is CallKind.PUBLISH:
+            args["slabs"] = await self._groups.snapshot(core.book.models[call.deployment], str(args["version"]))
+        elif call.kind is CallKind.SAMPLE and args["version"]:
+            await self._groups.attach(gang_id, core.book.versions[str(args["version"])])
+        return m.Work(
+            id=call.id, kind=call.kind, deployment=call.deployment, seq=call.seq, args=args, body=accepted.body
+        )
+
+    async def _pause(self, action: Pause) -> None:
+        self._core.links.send(f"gang:{action.gang}", m.Pause())
+
+    def _dropped(self, call_id: str) -> None:
+        entry = self._core.book.entries.get(call_id)
+        if entry is None or entry.ended is not None or entry.accepted is None:
+            return
+        call = entry.accepted.call
+        tries = self._tries[call_id] = self._tries.get(call_id, 0) + 1
+        if call.kind is CallKind.SAMPLE and tries < _SAMPLE_TRIES and call.group in self._core.scheduler.groups:
+            # A sample has no state: it is drawn again, by another replica or by this one when it is back.
+            self.submit(call)
+            return
+        self._core.fail(call_id, f"the worker group of {call.deployment} was lost while the call was open", "server")
+
+    # -- set by the head -----------------------------------------------------------------------------------------------
+
+    on_built: Callable[[str], None] = staticmethod(lambda gang: None)
+    on_build_failed: Callable[[str, str], None] = staticmethod(lambda gang, why: None)
+    on_lost: Callable[[str, str], None] = staticmethod(lambda gang, why: None)
