@@ -1,0 +1,177 @@
+"""ForwardBackwardRequest into arrays, a plan for the ranks, and results into ForwardBackwardOutput."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from msgspec import Struct
+from tinker.proto import tinker_public_pb2 as pb
+
+from plexrl.engines.protocol import UserError
+
+# Loss name -> its inputs beside target_tokens; the first one weighs a position (zero: no gradient flows from there).
+LOSSES = {"cross_entropy": ("weights",), "importance_sampling": ("advantages", "logprobs")}
+
+
+class Datum(Struct, frozen=True):
+    """One sequence. tokens: int64 (n). targets: int64 (n, k). inputs: float32 (n, k) each, by name.
+
+    shape: that of target_tokens as sent, (n) or (n, k); the output has it too.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: dict[str, np.ndarray]
+    shape: tuple[int, ...]
+
+
+class Batch(Struct, frozen=True):
+    """A request's loss, its sequences and their number of tokens."""
+
+    loss: str
+    data: tuple[Datum, ...]
+    units: int
+
+
+def parse(body: bytes, vocabulary: int, max_context: int) -> Batch:
+    """Raises UserError naming the datum and field that is wrong."""
+    try:
+        request = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise UserError(f"malformed ForwardBackwardRequest: {error}") from error
+    if request.loss_fn not in LOSSES:
+        raise UserError(f"loss_fn {request.loss_fn!r} is not built yet", f"Use {' or '.join(LOSSES)}")
+    if request.loss_fn_config or request.loss_fn_config_v2:
+        raise UserError(f"{request.loss_fn} takes no loss_fn_config", "Leave it out")
+    if not request.data:
+        raise UserError("the request holds no data", "Send at least one datum")
+    data = tuple(
+        _datum(index, datum, request.loss_fn, vocabulary, max_context) for index, datum in enumerate(request.data)
+    )
+    return Batch(request.loss_fn, data, sum(len(datum.tokens) for datum in data))
+
+
+def plan(lengths: list[int], world: int, budget: int) -> list[list[list[int]]]:
+    """Micro-batches per rank, as indices of datums; every rank computes the same plan and gets as many micro-batches.
+
+    Longest first to the rank with the least work, then packed so that rows x longest row stays within budget (a single
+    longer datum goes alone). A rank with less to do has empty micro-batches at its end.
+    """
+    shares: list[list[int]] = [[] for _ in range(world)]
+    load = [0] * world
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min(range(world), key=lambda r: (load[r], r))
+        shares[rank].append(index)
+        load[rank] += lengths[index]
+    plans = []
+    for share in shares:
+        batches: list[list[int]] = []
+        for index in share:
+            if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
+                batches[-1].append(index)
+            else:
+                batches.append([index])
+        plans.append(batches)
+    most = max(len(batches) for batches in plans)
+    return [batches + [[]] * (most - len(batches)) for batches in plans]
+
+
+def output(batch: Batch, logprobs: list[np.ndarray], loss: float) -> bytes:
+    """logprobs: float32 (n, k) per datum, in request order. One record per run of equally shaped targets."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
+    start = 0
+    while start < len(batch.data):
+        trailing = batch.data[start].shape[1:]
+        end = start
+        while end < len(batch.data) and batch.data[end].shape[1:] == trailing:
+            end += 1
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - start)
+        field = record.fields["logprobs"]
+        sizes = [array.nbytes for array in logprobs[start:end]]
+        field.data = b"".join(array.tobytes() for array in logprobs[start:end])
+        field.offsets = np.concatenate(([0], np.cumsum(sizes))).astype("<i8").tobytes()
+        field.dtype = pb.DTYPE_FLOAT32
+        field.trailing_shape.extend(trailing)
+        start = end
+    return message.SerializeToString()
+
+
+def _datum(index: int, datum: pb.Datum, loss: str, vocabulary: int, max_context: int) -> Datum:
+    where = f"datum {index}"
+    chunks = []
+    for chunk in datum.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise UserError(f"{where}: {chunk.WhichOneof('chunk')} chunks are not built yet", "Send encoded text")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise UserError(f"{where}: tokens are not whole int32 numbers", "Send little-endian int32")
+        chunks.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    tokens = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
+    if not len(tokens):
+        raise UserError(f"{where}: no input tokens", "Send at least one")
+    if len(tokens) > max_context:
+        raise UserError(f"{where}: {len(tokens)} tokens exceed the context of {max_context}", "Send shorter sequences")
+    _in_vocabulary(f"{where}: input token", tokens, vocabulary)
+    wanted = ("target_tokens", *LOSSES[loss])
+    unknown = datum.loss_fn_inputs.keys() - set(wanted)
+    if unknown:
+        raise UserError(f"{where}: {loss} does not use {sorted(unknown)[0]!r}", f"It takes {', '.join(wanted)}")
+    arrays = {}
+    for name in wanted:
+        if name not in datum.loss_fn_inputs:
+            raise UserError(f"{where}: {loss} needs {name!r}", f"It takes {', '.join(wanted)}")
+        arrays[name] = _dense(f"{where}: {name}", datum.loss_fn_inputs[name])
+    targets = arrays.pop("target_tokens")
+    shape = targets.shape
+    if targets.dtype != np.int64 or targets.ndim not in (1, 2) or shape[0] != len(tokens) or 0 in shape:
+        raise UserError(
+            f"{where}: target_tokens {targets.dtype}{list(shape)} for {len(tokens)} tokens", "Send one int64 each"
+        )
+    if targets.ndim == 2 and loss != "cross_entropy":
+        raise UserError(f"{where}: several targets per position are built for cross_entropy only", "Send one")
+    _in_vocabulary(f"{where}: target token", targets, vocabulary)
+    for name, array in arrays.items():
+        if array.shape != shape or array.dtype != np.float32:
+            raise UserError(f"{where}: {name} is {array.dtype}{list(array.shape)}", f"Send float32 {list(shape)}")
+        if not np.isfinite(array).all():
+            raise UserError(f"{where}: {name} holds NaN or infinity", "Send finite numbers")
+    rows = {name: array.reshape(len(tokens), -1) for name, array in arrays.items()}
+    return Datum(tokens, targets.reshape(len(tokens), -1), rows, shape)
+
+
+def _in_vocabulary(what: str, tokens: np.ndarray, vocabulary: int) -> None:
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise UserError(f"{what} {low if low < 0 else high} is outside the vocabulary", f"Use 0 to {vocabulary - 1}")
+
+
+def _dense(what: str, tensor: pb.Tensor) -> np.ndarray:
+    """A dense or CSR wire tensor as a dense array."""
+    dtype = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8"}.get(tensor.dtype)
+    if dtype is None:
+        raise UserError(f"{what}: unknown dtype {tensor.dtype}", "Send FLOAT32 or INT64")
+    shape = tuple(tensor.shape)
+    try:
+        if tensor.WhichOneof("encoding") == "sparse_csr":
+            return _from_csr(tensor.sparse_csr, dtype, shape)
+        array = np.frombuffer(tensor.dense, dtype)
+        return array.reshape(shape if shape else (len(array),))
+    except (ValueError, IndexError) as error:
+        raise UserError(f"{what}: data and shape {list(shape)} do not agree: {error}") from error
+
+
+def _from_csr(csr: pb.SparseCsr, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if len(shape) != 2 or math.prod(shape) > 1 << 28:
+        raise ValueError("a CSR tensor has two dimensions of reasonable size")
+    values = np.frombuffer(csr.values, dtype)
+    rows = np.frombuffer(csr.crow_indices, "<i8")
+    columns = np.frombuffer(csr.col_indices, "<i8")
+    counts = np.diff(rows)
+    if len(rows) != shape[0] + 1 or rows[0] != 0 or rows[-1] != len(values) or (counts < 0).any():
+        raise ValueError("row pointers are not those of the values")
+    if len(columns) != len(values) or (columns < 0).any():
+        raise ValueError("column indices are not those of the values")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense

@@ -1,0 +1,118 @@
+"""Saved states: a folder of safetensors, written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from plexrl.engines.layout import header
+from plexrl.engines.protocol import UserError
+from plexrl.types import DoesNotFit, PlexrlError
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8"}
+
+
+@contextmanager
+def replacing(folder: Path):
+    """A temporary folder beside `folder` that takes its place at the end; on any error the old one stays as it is.
+
+    Raises DoesNotFit when the disk is full.
+    """
+    work: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        yield work
+        _sync(work)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            os.rename(folder, old / "was")
+            try:
+                os.rename(work, folder)
+            except OSError:
+                os.rename(old / "was", folder)
+                raise
+            finally:
+                shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(work, folder)
+        _sync(folder.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DoesNotFit(f"the disk is full: nothing was saved to {folder}", "Free space and save again") from error
+        raise PlexrlError(f"cannot save to {folder}: {error}") from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """One safetensors file, straight from the tensors' memory (the format: length, JSON header, bytes)."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    head = json.dumps(entries, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little"))
+        file.write(head)
+        for tensor in tensors.values():
+            file.write(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Raises UserError unless the file has exactly these names, shapes and dtypes."""
+    if not path.is_file():
+        raise UserError(f"the saved state has no {path.name}", "Load a state that was saved with it")
+    entries = header(path)
+    if entries.keys() != wanted.keys():
+        odd = sorted(entries.keys() ^ wanted.keys())[0]
+        raise UserError(f"the saved state is of another kind of model: {odd}", "Load it into a model of its own shape")
+    for name, tensor in wanted.items():
+        have = (entries[name]["dtype"], tuple(entries[name]["shape"]))
+        if have != (_NAMES[tensor.dtype], tuple(tensor.shape)):
+            raise UserError(
+                f"the saved {name} is {have[0]}{list(have[1])}, the model's {_NAMES[tensor.dtype]}{list(tensor.shape)}",
+                "Create the model with the rank and dtype of the saved one",
+            )
+
+
+def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
+    """Copy a checked file's tensors. Raises PlexrlError when it cannot be read."""
+    try:
+        with safe_open(str(path), framework="pt") as tensors:
+            for name, tensor in into.items():
+                tensor.copy_(tensors.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise PlexrlError(f"cannot read {path.name}: {error}", "Load another saved state") from error
+
+
+def copy_files(model_dir: str, work: Path, names: Iterable[str]) -> None:
+    """Take along what makes the folder a model of its own: configuration and tokenizer, as far as they are there."""
+    for name in names:
+        source = Path(model_dir) / name
+        if source.is_file():
+            shutil.copyfile(source, work / name)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

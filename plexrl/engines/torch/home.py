@@ -1,0 +1,90 @@
+"""What both engines stand on: the region on the device, the node's base slab, and the model over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from plexrl.engines import layout, sizing
+from plexrl.engines.protocol import EngineSpec
+from plexrl.engines.torch.lora import Shape
+from plexrl.engines.torch.model import read_weights, skeleton
+from plexrl.memory.arena import ArenaMap
+from plexrl.memory.device import Device
+from plexrl.memory.manifest import Manifest, TensorSpec
+from plexrl.types import BadInput, Extent, Moved, Slab
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Home:
+    """A rank's place: extent on the device (mapped), base weights in the arena, module tree without parameters yet."""
+
+    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap) -> None:
+        """Fills the base slab when the spec says so. Raises BadInput for a spec or model that does not fit together."""
+        self.spec = spec
+        self.device = device
+        self.arena = arena
+        self.arch = layout.architecture(spec.model_dir)
+        self.dtype = DTYPES[spec.dtype]
+        self.base_specs = layout.base_specs(self.arch, spec.dtype)
+        if spec.base is None:
+            raise BadInput("the engine got no slab for the base weights", "Allocate Sizes.base_bytes in the arena")
+        check_size("the base", spec.base, layout.packed(self.base_specs))
+        self._need = sizing.sizes(
+            spec.model_dir, spec.dtype, spec.role, spec.kind, spec.lora_slots, spec.lora_max_rank, spec.kv_bytes
+        )
+        if spec.extent_size < self._need.device_bytes:
+            raise BadInput(
+                f"an extent of {spec.extent_size} bytes is too small for the {self._need.device_bytes} of the group",
+                "Place it with Sizes.device_bytes",
+            )
+        self.model = skeleton(spec.model_dir, self.arch, self.dtype, spec.max_context)
+        self.vocabulary = self.model.config.vocab_size
+        if spec.base_fill:
+            views = manifest({"frozen": self.base_specs}).views(arena.view(spec.base))["frozen"]
+            read_weights(spec.model_dir, self.arch, views)
+        self.region = device.reserve(Extent(spec.extent_offset, spec.extent_size))
+        device.map(self.region)
+
+    def base(self) -> Tensor:
+        """The base weights' bytes in the arena, read-only: laid out as a bucket of base_specs."""
+        return self.arena.view(self.spec.base, readonly=True)
+
+    def slot(self, index: int) -> Tensor:
+        """An adapter slot: slots lie at the end of the extent's used part."""
+        size = sizing.slot_bytes(self.spec.model_dir, self.spec.role, self.spec.lora_max_rank)
+        start = self._need.device_bytes - (self.spec.lora_slots - index) * size
+        return self.region.buffer[start : start + size]
+
+    def adapter_specs(self, shape: Shape) -> list[layout.Spec]:
+        """The tensors of an adapter. Raises BadInput for a rank above the group's."""
+        if not 1 <= shape.rank <= self.spec.lora_max_rank:
+            raise BadInput(
+                f"LoRA rank {shape.rank} is outside 1 to {self.spec.lora_max_rank}", "Ask for a rank in this range"
+            )
+        return layout.adapter_specs(self.arch, shape.rank, shape.attn, shape.mlp, shape.unembed)
+
+
+def manifest(buckets: layout.Buckets) -> Manifest:
+    """memory's manifest of layout's buckets."""
+    return Manifest.build({name: [TensorSpec(*spec) for spec in specs] for name, specs in buckets.items()})
+
+
+def check_size(what: str, slab: Slab, size: int) -> None:
+    """Raises BadInput unless the slab has exactly `size` bytes."""
+    if slab.size != size:
+        raise BadInput(f"slab {slab.name!r} of {what} has {slab.size} bytes and needs {size}", "Allocate that much")
+
+
+def total(parts: Iterable[Moved]) -> Moved:
+    """All that was moved."""
+    parts = list(parts)
+    return Moved(
+        bytes_out=sum(p.bytes_out for p in parts),
+        bytes_in=sum(p.bytes_in for p in parts),
+        bytes_clean=sum(p.bytes_clean for p in parts),
+        seconds=sum(p.seconds for p in parts),
+    )

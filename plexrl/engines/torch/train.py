@@ -1,0 +1,424 @@
+"""The train engine: one gang rank of a worker group, its deployments and their calls."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plexrl.engines import layout
+from plexrl.engines.protocol import EngineSpec, UserError
+from plexrl.engines.torch import adam, batch, files, losses
+from plexrl.engines.torch.gang import Gang
+from plexrl.engines.torch.home import Home, check_size, manifest, total
+from plexrl.engines.torch.lora import Adapters, Shape, initialise, peft_config
+from plexrl.engines.torch.model import backbone, bind, head
+from plexrl.memory.arena import ArenaMap
+from plexrl.memory.device import Device
+from plexrl.memory.manifest import Manifest
+from plexrl.memory.resident import CLEAN, DIRTY, ZERO, ResidentState
+from plexrl.types import BadInput, Moved, PlexrlError, Residency, Result, Slab
+
+PROTO = "application/x-protobuf"
+JSON = "application/json"
+_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+class _Bound:
+    """The tensors at one place for one shape of state: views, made once. The module's parameters are among them."""
+
+    def __init__(self, layout_: Manifest, place: Tensor, dtype: torch.dtype) -> None:
+        self.views = layout_.views(place)
+        flat = {b.name: place[b.offset : b.offset + b.size] for b in layout_.buckets}
+        self.weights = flat["weights"]
+        self.grads = flat["grads"].view(dtype)
+        self.adam = adam.Adam(
+            flat["weights"].view(dtype),
+            self.grads,
+            flat["moment1"].view(dtype),
+            flat["moment2"].view(dtype),
+            self.views["steps"]["step"],
+        )
+
+
+class _Deployment:
+    """One model's training state and where it is. shape None: full parameters."""
+
+    def __init__(self, shape: Shape | None, state: ResidentState) -> None:
+        self.shape = shape
+        self.state = state
+        self.slot: int | None = None
+
+
+class Trainer:
+    """protocol.TrainEngine. Training state lives in manifest buckets only; nothing but activations is allocated."""
+
+    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap) -> None:
+        """A collective of the gang. Raises BadInput for a model that this engine cannot run."""
+        self._spec = spec
+        self._gang = Gang(spec.rank, spec.world, spec.rendezvous, spec.interface)
+        self._home = Home(spec, device, arena)
+        self._gang.barrier()  # the rank that fills the base has done so
+        self._deployments: dict[str, _Deployment] = {}
+        self._bounds: dict[tuple[int | None, Shape | None], _Bound] = {}
+        self._on_device = True
+        # Deployments in the device slots, least recently used first.
+        self._recent: list[_Deployment] = []
+        self._base: ResidentState | None = None
+        self._adapters: Adapters | None = None
+        model, region = self._home.model, self._home.region.buffer
+        if spec.kind == "lora":
+            frozen = manifest({"frozen": self._home.base_specs})
+            self._base = ResidentState(frozen, region, None, {"frozen": self._home.base()})
+            self._base.load()
+            bind(model, frozen.views(region)["frozen"])
+            self._adapters = Adapters(model, self._home.arch)
+        else:
+            self._full = manifest(layout.state_buckets(self._home.base_specs))
+            bound = _Bound(self._full, region, self._home.dtype)
+            bind(model, bound.views["weights"], bound.views["grads"])
+            self._bounds[None, None] = bound
+        self._backbone = backbone(model)
+        self._head = head(model)
+
+    # --- deployments ----------------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        deployment: str,
+        slab: Slab,
+        lora_rank: int | None,
+        seed: int,
+        attn: bool,
+        mlp: bool,
+        unembed: bool,
+    ) -> None:
+        """See protocol.TrainEngine."""
+        if deployment in self._deployments:
+            raise BadInput(f"deployment {deployment!r} exists already", "Drop it first")
+        if (lora_rank is None) != (self._spec.kind == "full"):
+            raise BadInput(f"LoRA rank {lora_rank} in a group of kind {self._spec.kind!r}", "Use the other kind")
+        if lora_rank is None:
+            if self._deployments:
+                raise BadInput("a full-parameter group holds one deployment", "Give this one a group of its own")
+            shape, plan, place = None, self._full, self._home.region.buffer
+        else:
+            shape = Shape(lora_rank, attn, mlp, unembed)
+            plan, place = manifest(layout.state_buckets(self._home.adapter_specs(shape))), self._home.slot(0)
+        check_size(f"deployment {deployment!r}", slab, plan.size)
+        memory = self._home.arena.view(slab)
+        state = ResidentState(plan, place, memory)
+        host = state.host.views(memory)
+        if shape is None:
+            weights = plan.buckets[0]
+            memory[weights.offset : weights.offset + weights.size].copy_(self._home.base())
+            generator = torch.Generator().manual_seed(seed % 2**63)
+        else:
+            generator = initialise(host["weights"], seed)
+        host["rng"]["generator"].copy_(generator.get_state())
+        state.mark("weights", CLEAN)
+        state.mark("rng", CLEAN)
+        self._deployments[deployment] = _Deployment(shape, state)
+        if shape is None and self._on_device:
+            state.load()
+
+    def drop(self, deployment: str) -> None:
+        """See protocol.TrainEngine. What it left on the device is cleared."""
+        gone = self._find(deployment)
+        if gone.state.residency is Residency.DEVICE:
+            (self._home.region.buffer if gone.slot is None else self._home.slot(gone.slot)).zero_()
+        if gone in self._recent:
+            self._recent.remove(gone)
+        del self._deployments[deployment]
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, deployment: str, body: bytes, forward_only: bool) -> Generator[None, None, Result]:
+        """See protocol.TrainEngine."""
+        start, moved = time.process_time_ns(), 0
+        target = self._find(deployment)
+        work = batch.parse(body, self._home.vocabulary, self._spec.max_context)
+        plans = batch.plan([len(d.tokens) for d in work.data], self._spec.world, self._spec.micro_batch_tokens)
+        mine = plans[self._spec.rank]
+        loss, bad, used = 0.0, False, time.process_time_ns() - start
+        parts = [torch.empty(sum(work.data[i].targets.size for b in p for i in b)) for p in plans]
+        before: Tensor | None = None
+        filled = 0
+        for count, members in enumerate(mine):
+            if count:
+                yield
+            start = time.process_time_ns()
+            bound, bytes_moved = self._use(target)
+            moved += bytes_moved
+            if count == 0 and not forward_only and target.state.state("grads") is not ZERO:
+                before = bound.grads.clone()
+            if members:
+                data = [work.data[i] for i in members]
+                value, logprobs = self._micro_batch(work.loss, data, not forward_only)
+                parts[self._spec.rank][filled : filled + logprobs.numel()] = logprobs.detach().reshape(-1)
+                filled += logprobs.numel()
+                bad = bad or not math.isfinite(value.item())
+                if value.requires_grad and not bad:
+                    target.state.mark("grads", DIRTY)
+                    value.backward()
+                loss += value.item()
+            used += time.process_time_ns() - start
+        start = time.process_time_ns()
+        if self._gang.any(bad):
+            if not forward_only:
+                self._undo(target, bound, before)
+            raise UserError("the loss is not finite", "Lower the learning rate or load an earlier state")
+        whole = torch.tensor([loss], dtype=torch.float64)
+        self._gang.sum(whole)
+        self._gang.to_root(parts)
+        answer = b"" if self._spec.rank else batch.output(work, _in_order(work, plans, parts), float(whole))
+        used += time.process_time_ns() - start
+        return Result(
+            content_type=PROTO,
+            body=answer,
+            units=sum(len(work.data[i].tokens) for b in mine for i in b),
+            cpu_us=used // 1000,
+            moved_bytes=moved,
+        )
+
+    def optim_step(self, deployment: str, body: bytes) -> Result:
+        """See protocol.TrainEngine. Raises UserError when gradients are not finite: they are dropped, weights stay."""
+        start = time.process_time_ns()
+        target = self._find(deployment)
+        params = adam.parse(body)
+        bound, moved = self._use(target)
+        self._gang.sum(bound.grads)
+        norm = bound.adam.step(params)
+        if not math.isfinite(norm):
+            bound.grads.zero_()
+            target.state.mark("grads", ZERO)
+            raise UserError("the gradients are not finite; they are dropped and nothing was changed")
+        for name in ("weights", "moment1", "moment2", "steps"):
+            target.state.mark(name, DIRTY)
+        target.state.mark("grads", ZERO)
+        answer = json.dumps({"metrics": {"grad_norm": norm}}).encode()
+        return Result(
+            content_type=JSON,
+            body=b"" if self._spec.rank else answer,
+            units=1,
+            cpu_us=(time.process_time_ns() - start) // 1000,
+            moved_bytes=moved,
+        )
+
+    def save(self, deployment: str, folder: Path, optimizer: bool) -> None:
+        """See protocol.TrainEngine. Rank 0 writes: the replicas are equal. Gradients are not part of a saved state."""
+        target = self._find(deployment)
+        bound, _ = self._use(target)
+
+        def write() -> None:
+            with files.replacing(folder) as work:
+                self._write_weights(target, bound, work)
+                if optimizer:
+                    files.write_tensors(work / "optimizer.safetensors", _optimizer(bound), {"format": "plexrl"})
+
+        self._together(write if self._spec.rank == 0 else lambda: None, f"save to {folder}")
+
+    def load(self, deployment: str, folder: Path, optimizer: bool) -> None:
+        """See protocol.TrainEngine. Raises UserError, nothing changed, for a state of another shape."""
+        target = self._find(deployment)
+        bound, _ = self._use(target)
+        weights = {folder / _weights_file(target.shape): bound.views["weights"]}
+        state = {folder / "optimizer.safetensors": _optimizer(bound)} if optimizer else {}
+
+        def check() -> None:
+            for path, tensors in (weights | state).items():
+                files.check_tensors(path, tensors)
+
+        self._together(check, f"load {folder}")
+        for path, tensors in (weights | state).items():
+            files.read_tensors(path, tensors)
+        target.state.mark("weights", DIRTY)
+        for name in ("moment1", "moment2", "steps"):
+            if not optimizer:
+                _clear(bound, name)
+            target.state.mark(name, DIRTY if optimizer else ZERO)
+        if optimizer:
+            target.state.mark("rng", DIRTY)
+        bound.grads.zero_()
+        target.state.mark("grads", ZERO)
+
+    def publish(self, deployment: str, slab: Slab | None, folder: Path | None) -> None:
+        """See protocol.TrainEngine. slab None: another rank of this node packs it."""
+        target = self._find(deployment)
+        bound, _ = self._use(target)
+        if slab is not None:
+            check_size(f"a version of {deployment!r}", slab, bound.weights.numel())
+            self._home.arena.view(slab).copy_(bound.weights)
+
+        def write() -> None:
+            with files.replacing(folder) as work:
+                self._write_weights(target, bound, work)
+
+        if folder is not None:
+            self._together(write if self._spec.rank == 0 else lambda: None, f"publish to {folder}")
+
+    # --- residency ------------------------------------------------------------------------------------------------
+
+    def offload(self) -> Moved:
+        """See protocol.TrainEngine."""
+        states = [d.state for d in self._deployments.values() if d.state.residency is Residency.DEVICE]
+        moved = [state.offload() for state in states + ([self._base] if self._base else [])]
+        for gone in self._recent:
+            gone.slot = None
+        self._recent.clear()
+        self._home.device.unmap(self._home.region)
+        self._on_device = False
+        return total(moved)
+
+    def load_device(self) -> Moved:
+        """See protocol.TrainEngine. Adapters come in when they are used."""
+        self._home.device.map(self._home.region)
+        states = [self._base] if self._base else [d.state for d in self._deployments.values()]
+        self._on_device = True
+        return total(state.load() for state in states)
+
+    def any_rank(self, flag: bool) -> bool:
+        """See protocol.TrainEngine."""
+        return self._gang.any(flag)
+
+    def close(self) -> None:
+        """See protocol.TrainEngine."""
+        self._gang.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _find(self, deployment: str) -> _Deployment:
+        if deployment not in self._deployments:
+            raise BadInput(f"no deployment {deployment!r} in this worker group", "Create it first")
+        return self._deployments[deployment]
+
+    def _use(self, target: _Deployment) -> tuple[_Bound, int]:
+        """Have the deployment on the device and the model wired to it: its tensors, and the bytes moved for that."""
+        if not self._on_device:
+            raise PlexrlError("the worker group is not on its device", "Load it first")
+        if target.shape is None:
+            return self._bounds[None, None], 0
+        moved = 0
+        if target.slot is None:
+            if len(self._recent) == self._spec.lora_slots:
+                victim = self._recent.pop(0)
+                moved += victim.state.offload().bytes_out
+                free, victim.slot = victim.slot, None
+            else:
+                free = min(set(range(self._spec.lora_slots)) - {d.slot for d in self._recent})
+            target.slot = free
+            target.state.rebind(self._home.slot(free))
+            moved += target.state.load().bytes_in
+        else:
+            self._recent.remove(target)
+        self._recent.append(target)
+        key = (target.slot, target.shape)
+        if key not in self._bounds:
+            bound = self._bounds[key] = _Bound(target.state.manifest, self._home.slot(target.slot), torch.float32)
+            self._adapters.ensure(*key, bound.views["weights"], bound.views["grads"])
+        self._adapters.use(*key)
+        return self._bounds[key], moved
+
+    def _micro_batch(self, loss: str, data: list[batch.Datum], train: bool) -> tuple[Tensor, Tensor]:
+        """Loss (a scalar with graph, if any gradient flows) and logprobs (positions, k) of right-padded rows."""
+        longest = max(len(d.tokens) for d in data)
+        tokens = torch.zeros(len(data), longest, dtype=torch.int64)
+        real = torch.zeros(len(data), longest, dtype=torch.bool)
+        for row, datum in enumerate(data):
+            tokens[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens)
+            real[row, : len(datum.tokens)] = True
+        targets = torch.from_numpy(np.concatenate([_wide(d.targets, data) for d in data]))
+        inputs = [
+            torch.from_numpy(np.concatenate([_wide(d.inputs[name], data) for d in data])) for name in batch.LOSSES[loss]
+        ]
+        need = (inputs[0] != 0).any(-1)
+        with torch.set_grad_enabled(train and bool(need.any())):
+            hidden = self._backbone(input_ids=tokens, use_cache=False).last_hidden_state[real]
+            logprobs = losses.token_logprobs(hidden, self._head, targets, need if train else None)
+            chosen, (first, *rest) = logprobs[need], [tensor[need] for tensor in inputs]
+            if loss == "cross_entropy":
+                value = losses.cross_entropy(chosen, first)
+            else:
+                value = losses.importance_sampling(chosen, rest[0], first)
+        width = [d.targets.shape[1] for d in data for _ in d.tokens]
+        if len(set(width)) > 1:
+            keep = torch.arange(targets.shape[1])[None] < torch.tensor(width)[:, None]
+            return value, logprobs.detach()[keep]
+        return value, logprobs
+
+    def _undo(self, target: _Deployment, bound: _Bound, before: Tensor | None) -> None:
+        """Gradients as they were before the call."""
+        if before is None:
+            bound.grads.zero_()
+            target.state.mark("grads", ZERO)
+        else:
+            bound.grads.copy_(before)
+            target.state.mark("grads", DIRTY)
+
+    def _write_weights(self, target: _Deployment, bound: _Bound, work: Path) -> None:
+        path = work / _weights_file(target.shape)
+        files.write_tensors(path, bound.views["weights"], {"format": "pt"})
+        if target.shape is None:
+            files.copy_files(self._spec.model_dir, work, _MODEL_FILES)
+        else:
+            config = peft_config(target.shape, self._home.arch, self._spec.model_dir)
+            (work / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+    def _together(self, action: Callable[[], None], what: str) -> None:
+        """Do it on every rank; when it fails on one it fails on all."""
+        failure: PlexrlError | None = None
+        try:
+            action()
+        except PlexrlError as error:
+            failure = error
+        failed = self._gang.any(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise PlexrlError(f"another rank could not {what}")
+
+
+def _wide(array: np.ndarray, data: list[batch.Datum]) -> np.ndarray:
+    """Pad the second dimension to the widest of the micro-batch; padded cells weigh nothing."""
+    width = max(d.targets.shape[1] for d in data)
+    return np.pad(array, ((0, 0), (0, width - array.shape[1]))) if array.shape[1] < width else array
+
+
+def _in_order(work: batch.Batch, plans: list[list[list[int]]], parts: list[Tensor]) -> list[np.ndarray]:
+    """The ranks' flat logprobs, back per datum in request order."""
+    found: dict[int, np.ndarray] = {}
+    for plan, part in zip(plans, parts, strict=True):
+        flat, at = part.numpy(), 0
+        for index in (i for members in plan for i in members):
+            size = work.data[index].targets.size
+            found[index] = flat[at : at + size]
+            at += size
+    return [found[index] for index in range(len(work.data))]
+
+
+def _weights_file(shape: Shape | None) -> str:
+    return "model.safetensors" if shape is None else "adapter_model.safetensors"
+
+
+def _optimizer(bound: _Bound) -> dict[str, Tensor]:
+    """What a saved optimizer holds, by name."""
+    tensors = {f"{part}.{name}": t for part in ("moment1", "moment2") for name, t in bound.views[part].items()}
+    return tensors | {"step": bound.views["steps"]["step"], "rng": bound.views["rng"]["generator"]}
+
+
+def _clear(bound: _Bound, bucket: str) -> None:
+    for tensor in bound.views[bucket].values():
+        tensor.zero_()
