@@ -50,12 +50,10 @@ def status(directory: Path = _DIR, as_json: bool = _JSON) -> None:
 @app.command()
 def down(
     directory: Path = _DIR,
-    purge: bool = typer.Option(False, "--purge", help="Also remove the directory and the users that `up` created."),
+    purge: bool = typer.Option(False, "--purge", help="Also remove the directory; the users stay."),
 ) -> None:
     """End exactly what `up` started, jobs included. What is installed and the accounting stay, unless --purge."""
-    kept = Cluster(directory).down(purge=purge)
-    if kept:
-        print(f"kept, because processes of theirs run: {', '.join(kept)}")
+    Cluster(directory).down(purge=purge)
 
 
 def _show(found: Status, as_json: bool) -> None:

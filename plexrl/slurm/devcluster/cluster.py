@@ -76,6 +76,7 @@ class Cluster:
             "SLURM_CONF": str(self.directory / "etc" / "slurm.conf"),
             "PLEXRL_REGISTRY": str(self.registry),
             "PLEXRL_MUNGE_SOCKET": str(self.munge_socket),
+            "PLEXRL_POOL_UIDS": f"0,{pwd.getpwnam(people.SERVICE).pw_uid}",
             "LANG": "C.UTF-8",
         }
 
@@ -130,14 +131,17 @@ class Cluster:
         place.check(self.directory, nodes, gpus_per_node)
         packages.ensure()
         new = not self.directory.exists()
-        self.directory.mkdir(mode=0o755, exist_ok=True)
+        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        made_users: list[str] = []
         try:
+            made_users += people.make_os_users()
             with self._lock():
                 state = self._load() or self._adopt()
                 self._up(state, nodes, gpus_per_node, models or {}, first_port)
         except BaseException:
             if new:
                 self.down(purge=True)
+            people.remove_os_users(made_users)
             raise
         return self.status()
 
@@ -164,12 +168,12 @@ class Cluster:
         state.nodes, state.gpus_per_node = wanted
         try:
             # Recorded before and after each step, so that `down` finds everything even after a kill -9 of this process.
-            state.made_users += people.make_os_users(self.directory / "home")
             self._save(state)
             self._folders()
             install.install(self.opt, models, state.installed)
             self._save(state)
             if running:
+                self._configure(self._layout(state))
                 return
             names = ["slurmctld", "slurmdbd", *(f"n{index}" for index in range(1, nodes + 1))]
             state.ports = ports.pick(names, state.ports, first_port)
@@ -179,24 +183,21 @@ class Cluster:
                 self._stop(state)
             raise
 
-    def down(self, *, purge: bool = False) -> list[str]:
+    def down(self, *, purge: bool = False) -> None:
         """End what `up` started, jobs included. Accounting and what is installed stay, unless `purge`.
 
-        purge: also remove the directory and the OS users that `up` created. Returns users that had to be kept because
-        processes of theirs, not of this cluster, are running.
+        purge: also remove the directory. The OS users stay: other clusters of this machine use them too.
         """
         if not self.directory.exists():
-            return []
+            return
         with self._lock():
             state = self._load()
             if state is None and any(self.directory.iterdir()):
                 raise BadInput(f"{self.directory} holds no development cluster", "Name the right --dir")
             if state is not None:
                 self._stop(state)
-            if not purge:
-                return []
-            shutil.rmtree(self.directory)
-        return people.remove_os_users(state.made_users) if state else []
+            if purge:
+                shutil.rmtree(self.directory)
 
     def status(self) -> Status:
         """What runs now."""
@@ -244,7 +245,6 @@ class Cluster:
             ports=state.ports,
             service_uid=pwd.getpwnam(people.SERVICE).pw_uid,
             version=(major, minor),
-            plugin=(self.opt / "lib" / "spank_plexrl.so").exists(),
         )
 
     def _folders(self) -> None:
@@ -272,13 +272,14 @@ class Cluster:
             "gres.conf": (configs.gres_conf(at), 0o644),
             "cgroup.conf": (configs.cgroup_conf(at), 0o644),
             "slurmdbd.conf": (configs.slurmdbd_conf(at), 0o600),
+            "plugstack.conf": (configs.plugstack_conf(at), 0o644),
             "job_submit.lua": (configs.job_submit_lua(at), 0o644),
         }
-        if at.plugin:
-            files["plugstack.conf"] = (configs.plugstack_conf(at), 0o644)
         for name, (text, mode) in files.items():
-            (etc / name).write_text(text)
-            (etc / name).chmod(mode)
+            path = etc / f".{name}.new"
+            path.write_text(text)
+            path.chmod(mode)
+            path.rename(etc / name)  # a command that reads it now sees the old or the new one, not half of it
         for name in at.names:
             folder = self.directory / "dev" / name
             folder.mkdir(exist_ok=True)
@@ -307,9 +308,7 @@ class Cluster:
         daemons.wait(at, mariadbd, lambda: daemons.answers_unix(database))
         slurmdbd = start("slurmdbd", MYSQL_UNIX_PORT=str(database))
         daemons.wait(at, slurmdbd, lambda: daemons.answers_tcp(at.ports["slurmdbd"]))
-        if configs.CLUSTER not in self._sacctmgr("-nP", "show", "cluster", "format=cluster").split():
-            self._sacctmgr("-i", "add", "cluster", configs.CLUSTER)
-        people.make_associations(self._sacctmgr, configs.CLUSTER)
+        self._load_associations()
         slurmctld = start("slurmctld")
         for name in at.names:
             start(name)
@@ -360,8 +359,13 @@ class Cluster:
                 return
             time.sleep(0.2)
 
-    def _sacctmgr(self, *arguments: str) -> str:
-        return self._call("sacctmgr", *arguments)
+    def _load_associations(self) -> None:
+        """One command for all of them, once: each costs half a second."""
+        path, text = self.directory / "etc" / "associations", people.associations(configs.CLUSTER)
+        if not path.exists() or path.read_text() != text:
+            path.with_suffix(".new").write_text(text)
+            self._call("sacctmgr", "-i", "load", f"file={path.with_suffix('.new')}")
+            path.with_suffix(".new").rename(path)
 
     def _call(self, *command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=os.environ | self.env())

@@ -23,7 +23,6 @@ class Layout(Struct, frozen=True):
     ports: dict[str, int]
     service_uid: int
     version: tuple[int, int]
-    plugin: bool
 
     @property
     def conf(self) -> Path:
@@ -55,7 +54,6 @@ def slurm_conf(at: Layout) -> str:
     bind = "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny\n" if answers_on_loopback() else ""
     licences = ",".join(f"plexrl_{pool}:{LICENCES_PER_POOL}" for pool in POOLS)
     tres = ",".join(["gres/gpu", *(f"license/plexrl_{pool}" for pool in POOLS)])
-    plugstack = f"PlugStackConfig={root}/etc/plugstack.conf\n" if at.plugin else ""
     gres = f"Gres=gpu:{at.gpus_per_node} " if at.gpus_per_node else ""
     nodes = "\n".join(
         f"NodeName={name} NodeHostName={host} NodeAddr=127.0.0.1 Port={at.ports[name]} CPUs={_CPUS_PER_NODE} Boards=1 "
@@ -95,7 +93,8 @@ GresTypes=gpu
 Licenses={licences}
 
 JobSubmitPlugins=lua
-{plugstack}
+PlugStackConfig={root}/etc/plugstack.conf
+
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=localhost
 AccountingStoragePort={at.ports["slurmdbd"]}
@@ -103,6 +102,7 @@ AccountingStoragePort={at.ports["slurmdbd"]}
 AccountingStoragePass={at.munge_socket}
 AccountingStorageEnforce=associations,limits
 AccountingStorageTRES={tres}
+PrivateData=jobs
 
 {nodes}
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -127,11 +127,13 @@ def cgroup_conf(at: Layout) -> str:
 
 def slurmdbd_conf(at: Layout) -> str:
     """slurmdbd.conf. MariaDB lets OS root in by its unix socket, so there is no password to keep."""
+    bind = "CommunicationParameters=NoInAddrAny\n" if answers_on_loopback() else ""
     return f"""\
 DbdHost=localhost
 DbdAddr=127.0.0.1
 DbdPort={at.ports["slurmdbd"]}
-SlurmUser=root
+{bind}SlurmUser=root
+PrivateData=jobs
 AuthType=auth/munge
 AuthInfo=socket={at.munge_socket}
 PidFile={at.root}/run/slurmdbd.pid
@@ -153,26 +155,35 @@ def plugstack_conf(at: Layout) -> str:
 
 
 def job_submit_lua(at: Layout) -> str:
-    """The site's own job_submit.lua."""
-    if not at.plugin:
-        return _SITE_LUA
-    return _PLEXRL_LUA.format(lib=at.root / "opt" / "lib")
+    """The site's own job_submit.lua: slurm_plugin/job_submit.lua.example with this site's table.
+
+    Written anew whenever plexrl.lua may have changed: slurmctld loads both again when this file is newer.
+    """
+    return _JOB_SUBMIT.format(module=at.root / "opt" / "lib" / "plexrl.lua")
 
 
-_SITE_LUA = """\
-function slurm_job_submit(job_desc, part_list, submit_uid) return slurm.SUCCESS end
-function slurm_job_modify(job_desc, job_rec, part_list, modify_uid) return slurm.SUCCESS end
-"""
-
-_PLEXRL_LUA = """\
-package.path = "{lib}/?.lua;" .. package.path
-local plexrl = require("plexrl")
+_JOB_SUBMIT = """\
+local loaded, plexrl = pcall(dofile, "{module}")
+local site = {{ partition = {{ gpu = "cpu" }} }}
 
 function slurm_job_submit(job_desc, part_list, submit_uid)
-  return plexrl.submit(job_desc, part_list, submit_uid)
+	if loaded then
+		if plexrl.submit(job_desc, part_list, submit_uid, site) ~= slurm.SUCCESS then return slurm.ERROR end
+	elseif table.concat(job_desc.spank_job_env or {{ [0] = "" }}, " ", 0):find("PLEXRL_POOL=", 1, true) then
+		slurm.log_user("%s", "plexrl: the site's PlexRL module cannot be loaded: " .. tostring(plexrl))
+		return slurm.ERROR
+	end
+	return slurm.SUCCESS
 end
 
 function slurm_job_modify(job_desc, job_rec, part_list, modify_uid)
-  return plexrl.modify(job_desc, job_rec, part_list, modify_uid)
+	if loaded then
+		if plexrl.modify(job_desc, job_rec, part_list, modify_uid) ~= slurm.SUCCESS then return slurm.ERROR end
+	elseif modify_uid ~= 0 and (job_rec.admin_comment or ""):find("PXL1:", 1, true) then
+		return slurm.ERROR
+	end
+	return slurm.SUCCESS
 end
+
+return slurm.SUCCESS
 """

@@ -54,8 +54,7 @@ def install(opt: Path, models: Mapping[str, Path], installed: dict[str, str]) ->
     for name, module in (("plexrl", "plexrl.cli.main"), ("plexrl-attach-helper", "plexrl.attach.helper")):
         _write(opt / "bin" / name, _COMMAND.format(python=venv / "bin" / "python", module=module), 0o755)
     share = venv / "share" / "plexrl"
-    if (share / "slurm_plugin" / "Makefile").exists():
-        part("plugin", _tree_digest(share, ["slurm_plugin"]), lambda: _make_plugin(opt / "lib", share / "slurm_plugin"))
+    part("plugin", _tree_digest(share, ["slurm_plugin"]), lambda: _make_plugin(opt / "lib", share / "slurm_plugin"))
     for name, source in models.items():
         _install_model(opt / "models", name, source, part)
 

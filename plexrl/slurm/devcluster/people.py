@@ -3,7 +3,7 @@
 import os
 import pwd
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from plexrl.types import BadInput, Unavailable
@@ -12,40 +12,40 @@ SERVICE = "plexrl"
 USERS = {"alice": "ml", "bob": "bio", "carol": "chem"}
 SHARES = {"ml": 50, "bio": 30, "chem": 20}
 
-_NO_SUCH_USER = 6  # userdel's exit code
+_USER_EXISTS = 9  # useradd's exit code
 
 
-def make_os_users(homes: Path) -> list[str]:
-    """Create the OS users that do not exist yet (home directories below `homes`); returns those made now."""
+def make_os_users() -> list[str]:
+    """Create the OS users that do not exist yet; returns those made now.
+
+    Users belong to the machine, not to one directory: several development clusters share them.
+    """
     made = []
     for name in (SERVICE, *USERS):
         try:
             uid = pwd.getpwnam(name).pw_uid
         except KeyError:
-            command = ["useradd", "--no-create-home", "--home-dir", str(homes / name), "--shell", "/bin/bash"]
-            command += ["--user-group", "--comment", "PlexRL development cluster", name]
+            command = ["useradd", "--create-home", "--shell", "/bin/bash", "--user-group"]
+            command += ["--comment", "PlexRL development cluster", name]
             done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-            if done.returncode:
+            if done.returncode not in (0, _USER_EXISTS):  # another `up` may have been quicker
                 raise Unavailable(f"useradd {name} failed: {done.stderr.strip()}", "Create the user by hand") from None
-            made.append(name)
+            if not done.returncode:
+                made.append(name)
         else:
             if uid == 0:
                 raise BadInput(f"{name} is uid 0 here", "PlexRL's service account and users must be unprivileged")
     return made
 
 
-def remove_os_users(names: Sequence[str]) -> list[str]:
-    """Remove users; returns those that are kept because processes of theirs run."""
-    kept = []
+def remove_os_users(names: Sequence[str]) -> None:
+    """Take back what make_os_users made; a user whom somebody uses by now stays."""
     for name in names:
-        done = subprocess.run(["userdel", name], capture_output=True, timeout=30)
-        if done.returncode not in (0, _NO_SUCH_USER):
-            kept.append(name)
-    return kept
+        subprocess.run(["userdel", "--remove", name], capture_output=True, timeout=30)
 
 
 def make_homes(homes: Path) -> None:
-    """A home of mode 0700 for each."""
+    """A working folder of mode 0700 for each in this cluster."""
     homes.mkdir(mode=0o755, exist_ok=True)
     for name in (SERVICE, *USERS):
         home = homes / name
@@ -54,15 +54,13 @@ def make_homes(homes: Path) -> None:
         os.chown(home, entry.pw_uid, entry.pw_gid)
 
 
-def make_associations(sacctmgr: Callable[..., str], cluster: str) -> None:
-    """Bring slurmdbd to: accounts with shares, users in them, the service account an Operator. Idempotent."""
-    have = set(sacctmgr("-nP", "show", "assoc", f"cluster={cluster}", "format=account,user").split())
+def associations(cluster: str) -> str:
+    """What `sacctmgr load` brings slurmdbd to: accounts with shares, users in them, the service account an Operator."""
+    lines = [f"Cluster - '{cluster}':Fairshare=1", "Parent - 'root'"]
     for account in (SERVICE, *SHARES):
-        if f"{account}|" not in have:
-            shares = f"fairshare={SHARES.get(account, 1)}"
-            about = (f"description={account}", "organization=plexrl")
-            sacctmgr("-i", "add", "account", account, f"cluster={cluster}", shares, *about)
+        shares = SHARES.get(account, 1)
+        lines.append(f"Account - '{account}':Description='{account}':Organization='plexrl':Fairshare={shares}")
     for user, account in {SERVICE: SERVICE, **USERS}.items():
-        if f"{account}|{user}" not in have:
-            level = ["adminlevel=Operator"] if user == SERVICE else []
-            sacctmgr("-i", "add", "user", user, f"account={account}", f"cluster={cluster}", "fairshare=1", *level)
+        level = ":AdminLevel='Operator'" if user == SERVICE else ""
+        lines += [f"Parent - '{account}'", f"User - '{user}':DefaultAccount='{account}'{level}:Fairshare=1"]
+    return "\n".join([*lines, ""])

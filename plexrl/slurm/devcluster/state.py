@@ -32,13 +32,12 @@ class Started(Struct, frozen=True, kw_only=True):
 
 
 class State(Struct, kw_only=True):
-    """ports: by daemon name. made_users: OS users created by this directory's `up`. installed: part -> digest."""
+    """ports: by daemon name. started: in this order. installed: part -> digest of what it was made from."""
 
     nodes: int = 0
     gpus_per_node: int = 0
     ports: dict[str, int] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
-    made_users: list[str] = field(default_factory=list)
     installed: dict[str, str] = field(default_factory=dict)
 
 
