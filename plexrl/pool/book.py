@@ -1,7 +1,7 @@
 """What the pool knows: jobs, sessions, models, worker groups, versions, sampling sessions, futures.
 
-The book changes only by `apply(record)`, live and in a replay alike, so a new head that reads the journal knows what the
-old one knew. It decides nothing and does no I/O.
+The book changes only by `apply(record)`, live and in a replay alike, so a new head that reads the journal knows what
+the old one knew. It decides nothing and does no I/O.
 """
 
 from dataclasses import dataclass, field
@@ -81,6 +81,7 @@ class Book:
     def __init__(self) -> None:
         self.started: r.EpochStarted | None = None
         self.orderly_end = True
+        self.last_span_us = 0
         self.jobs: dict[str, Job] = {}
         self.sessions: dict[str, Session] = {}
         self.session_keys: dict[tuple[str, str], str] = {}
@@ -207,6 +208,9 @@ class Book:
         if record.job in self.jobs:
             self.jobs[record.job].last_delivered = record.id
 
+    def _span_closed(self, record: r.SpanClosed) -> None:
+        self.last_span_us = max(self.last_span_us, record.span.end_us)
+
     def _nothing(self, record: r.Record) -> None:
         """Records for accounting only."""
 
@@ -229,7 +233,7 @@ _APPLY = {
     r.CallAccepted: Book._call_accepted,
     r.CallEnded: Book._call_ended,
     r.Delivered: Book._delivered,
-    r.SpanClosed: Book._nothing,
+    r.SpanClosed: Book._span_closed,
     r.Switched: Book._nothing,
     r.AgentInterval: Book._nothing,
 }

@@ -1,4 +1,4 @@
-"""How agents and engine hosts find the head: run/control.json (address, key, epoch), and the pool's key pairs, both 0600."""
+"""How agents and engine hosts find the head: run/control.json, with its address, key and epoch; 0600."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What all parts of a head share: the book, its journal and ledger, the scheduler, the clock, and who waits for a future."""
+"""What all parts of a head share: book, journal, ledger, scheduler, clock, and who waits for a future."""
 
 import asyncio
 import logging

@@ -1,8 +1,9 @@
-"""The life of deployments: opened, fed with calls in their order, ended with their session or job, lost with their gang."""
+"""The life of deployments: opened, fed with calls in order, ended with session or job, lost with their gang."""
 
 import json
 import logging
 
+from plexrl.pool import messages as m
 from plexrl.pool.book import Model
 from plexrl.pool.core import Core
 from plexrl.pool.groups import Groups
@@ -85,7 +86,7 @@ class Deployments:
             self._core.spawn(self._create(model))
 
     async def _create(self, model: Model) -> None:
-        core, created = self._core, model.created
+        core = self._core
         try:
             await self._groups.create(model)
         except PlexrlError as error:
@@ -93,6 +94,10 @@ class Deployments:
             core.fail(f"{model.id}:0", str(error), category)
             await self.end_model(model, f"it was not created: {error}")
             return
+        self._created(model)
+
+    def _created(self, model: Model) -> None:
+        core, created = self._core, model.created
         body = {"type": created.promise, "model_id": model.id}
         if created.promise == "load_weights":
             body["path"] = f"tinker://{model.id}/weights/initial"
@@ -123,6 +128,22 @@ class Deployments:
             self._core.spawn(self.end_model(model, f"its worker group was not built: {why}"))
         self._groups.retire(name, f"not built: {why}")
         self._turns.remove(name)
+
+    def adopt(self, gang_id: str, hello: m.HostHello) -> None:
+        """A gang that outlived the last head: what it has is ours again, what it lacks is made or lost."""
+        self._gang_up[gang_id] = True
+        group, _ = self._groups.gang(gang_id)
+        if group.placed.spec.role is not Role.TRAIN:
+            return
+        for model in self._core.book.live_models(group.placed.spec.group):
+            created = self._core.book.entries.get(f"{model.id}:0")
+            if model.id in hello.deployments:
+                if created is not None and created.ended is None:
+                    self._created(model)
+            elif created is not None and created.ended is None:
+                self.start(model)
+            else:
+                self._core.spawn(self.end_model(model, "its engine host does not know it", lost=True))
 
     # -- calls in order ------------------------------------------------------------------------------------------------
 
@@ -234,7 +255,7 @@ class Deployments:
         core.book.forget_job(job)
 
     def gang_lost(self, gang_id: str, why: str) -> None:
-        """A gang's state is gone: trainers' deployments are lost, by name of their last checkpoint; samplers come back."""
+        """A gang's state is gone: a trainer's deployments are lost, their last checkpoints named; samplers come back."""
         self._gang_up[gang_id] = False
         group, _ = self._groups.gang(gang_id)
         if group.ended:

@@ -1,7 +1,7 @@
 """An engine host: the process of one rank. `python -I -m plexrl.pool.enginehost`, settings as msgpack on stdin.
 
-The leader (rank 0) has a connection to the head and steps its gang; the other ranks follow. It outlives a head: outcomes
-are kept until a head has them on disk. It ends with its agent (lifeline pipe), with its leader, or when told.
+The leader (rank 0) has a connection to the head and steps its gang; the other ranks follow. It outlives a head:
+outcomes are kept until a head has them on disk. It ends with its agent (lifeline pipe), with its leader, or when told.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """How the ranks of a gang act as one: rank 0 (the leader) speaks to the head and tells the others every step it takes.
 
-So all ranks run the same calls in the same order and stop at the same safe point, whatever the head or the network does.
+So all ranks run the same calls in the same order and stop at the same safe point, whatever head or network do.
 Messages are bytes in gloo collectives; nothing is unpickled.
 """
 

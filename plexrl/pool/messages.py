@@ -157,7 +157,7 @@ class Paused(Message):
 
 
 class Order(Message):
-    """Order to an engine host at its next safe point: create, drop, attach, detach, offload, load. Value: as measured."""
+    """Order to an engine host: create, drop, attach, detach, offload or load. Value: what was moved."""
 
     id: int
     verb: str

@@ -1,7 +1,7 @@
 """What a training rank does with its engine: the leader decides each step, all ranks take it together.
 
-Steps are msgpack arrays [verb, ...] told by rank 0 (`Lockstep`). Between two micro-batches of a call the leader may leave
-it and come back later; nothing is in flight then, so the gang may be offloaded meanwhile.
+Steps are msgpack arrays [verb, ...] told by rank 0 (`Lockstep`). Between two micro-batches of a call the leader may
+leave it and come back later; nothing is in flight then, so the gang may be offloaded meanwhile.
 """
 
 import time

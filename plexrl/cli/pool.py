@@ -1,0 +1,302 @@
+"""`plexrl pool`: declare, start, watch, drain and stop pools; and the processes that a pool consists of."""
+
+import asyncio
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from plexrl.types import BadInput, PlexrlError
+from plexrl.wire.registry import Registry
+
+app = typer.Typer(no_args_is_help=True, help="Declare, start, watch, drain and stop pools.")
+
+_NAME = typer.Argument(..., metavar="NAME", help="The pool.")
+_REGISTRY = typer.Option(
+    ..., "--registry", envvar="PLEXRL_REGISTRY", metavar="DIR", help="The site's registry, or your own pools'."
+)
+_POOL_UIDS = typer.Option(
+    "", "--pool-uids", envvar="PLEXRL_POOL_UIDS", metavar="UID,..", help="Accounts whose registry files are believed."
+)
+_JSON = typer.Option(False, "--json", help="Print JSON.")
+
+
+def _registry(directory: str, uids: str = "") -> Registry:
+    """Believes root, this account, and the directory's owner when root or this account gave it away."""
+    trusted = {int(uid) for uid in uids.split(",") if uid} | {os.getuid()}
+    if os.getuid() == 0:
+        trusted.add(os.stat(directory).st_uid if os.path.isdir(directory) else 0)
+    return Registry(directory, frozenset(trusted))
+
+
+def _lifecycle(registry: Registry):
+    from plexrl.pool.lifecycle import Lifecycle
+    from plexrl.slurm.commands import SlurmCommands
+
+    return Lifecycle(registry, SlurmCommands() if shutil.which("sbatch") else None)
+
+
+@app.command()
+def declare(
+    name: str = _NAME,
+    config: Path = typer.Option(..., "--config", metavar="FILE", help="The pool's plexrl.yaml."),
+    registry: str = _REGISTRY,
+    owner: str = typer.Option("", help="Service account; default: service_user of the file."),
+    private: bool = typer.Option(False, "--private", help="A pool of your own, for your uid only, without Slurm."),
+    hold: bool = typer.Option(True, help="Keep its jobs PENDING (Licenses) until it is ready."),
+) -> None:
+    """Make a pool known for good; done once by the admin."""
+    life = _lifecycle(_registry(registry))
+    declared = life.declare(name, config, owner or None, private)
+    if not private and hold:
+        life.hold(name)
+    print(f"pool {name} is declared for uid {declared.owner_uid}, {declared.kind}, configured by {declared.config}")
+
+
+@app.command()
+def start(
+    name: str = _NAME,
+    registry: str = _REGISTRY,
+    nodes: int = typer.Option(1, "--nodes", min=1, help="Nodes of the allocation."),
+    gpus_per_node: int = typer.Option(1, "--gpus-per-node", min=1, help="GPUs on each."),
+    config: Path | None = typer.Option(None, "--config", metavar="FILE", help="Declare it again with this file first."),
+    wait: float = typer.Option(300.0, help="Seconds to wait until it is ready; 0: do not wait."),
+    option: list[str] = typer.Option([], "--sbatch", metavar="OPTION", help="One more option for sbatch; repeatable."),
+) -> None:
+    """Submit the pool as a Slurm job of its service account."""
+    books = _registry(registry)
+    life = _lifecycle(books)
+    if config is not None:
+        from plexrl.pool.lifecycle import account_of
+
+        life.declare(name, config, account_of(books.declared(name).owner_uid), private=False)
+    job = life.start(name, nodes, gpus_per_node, option)
+    print(f"pool {name} is Slurm job {job}")
+    if wait:
+        live = life.wait(name, job, wait)
+        print(f"pool {name} is ready, epoch {live.epoch}")
+
+
+@app.command("list")
+def list_(registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
+    """Every declared pool and its state."""
+    books = _registry(registry, pool_uids)
+    rows = []
+    for name in books.names():
+        live = books.live(name)
+        rows.append(
+            {
+                "pool": name,
+                "kind": books.declared(name).kind,
+                "state": live.state if live else "down",
+                "slurm_job": live.slurm_job if live else 0,
+            }
+        )
+    if as_json:
+        print(msgspec.json.encode(rows).decode())
+        return
+    table = Table("pool", "kind", "state", "Slurm job")
+    for row in rows:
+        table.add_row(row["pool"], row["kind"], row["state"], str(row["slurm_job"] or "-"))
+    Console().print(table)
+
+
+@app.command()
+def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
+    """One pool. Who is on which GPU is shown to the service account and root. Ends with 0 when ready, else 1."""
+    books = _registry(registry, pool_uids)
+    declared = books.declared(name)
+    live = books.live(name)
+    found: dict[str, object] = {"pool": name, "state": live.state if live else "down"}
+    if live is not None:
+        found |= {"slurm_job": live.slurm_job, "epoch": live.epoch}
+        if os.getuid() in (0, declared.owner_uid):
+            detail = Path(declared.state_dir) / "run" / "status.json"
+            if detail.exists():
+                found |= {"detail": msgspec.json.decode(detail.read_bytes())}
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        _print_status(found)
+    raise typer.Exit(0 if found["state"] == "ready" else 1)
+
+
+def _print_status(found: dict) -> None:
+    console = Console()
+    console.print(f"pool {found['pool']}: [bold]{found['state']}[/bold], Slurm job {found.get('slurm_job') or '-'}")
+    detail = found.get("detail")
+    if detail:
+        table = Table("GPU", "turn", "phase", "resident")
+        for gpu, what in detail["gpus"].items():
+            table.add_row(gpu, what["turn"] or "-", what["phase"] or "-", ", ".join(what["resident"]) or "-")
+        console.print(table)
+        table = Table("job", "user", "account", "open calls", "models")
+        for job, what in detail["jobs"].items():
+            table.add_row(job, what["user"], what["account"], str(what["open_calls"]), ", ".join(what["models"]))
+        console.print(table)
+
+
+@app.command()
+def drain(name: str = _NAME, registry: str = _REGISTRY) -> None:
+    """Let open turns end and grant no new ones; the pool then ends."""
+    job = _lifecycle(_registry(registry)).signal(name, "TERM")
+    print(f"pool {name} (Slurm job {job}) drains")
+
+
+@app.command()
+def stop(name: str = _NAME, registry: str = _REGISTRY) -> None:
+    """Drain the pool and wait until its Slurm job has ended."""
+    job = _lifecycle(_registry(registry)).stop(name)
+    print(f"pool {name} (Slurm job {job}) has ended")
+
+
+@app.command()
+def run(
+    name: str = _NAME,
+    registry: str = _REGISTRY,
+    gpus: int = typer.Option(1, min=1, help="Pretend GPUs; never more than cores."),
+) -> None:
+    """Run a private pool in the foreground, without Slurm: one head, one agent, this machine. Ctrl-C ends it."""
+    books = _registry(registry)
+    if books.declared(name).kind != "private":
+        raise BadInput(f"pool {name!r} is a site pool", f"Start it with: plexrl pool start {name}")
+    if gpus > (os.cpu_count() or 1):
+        raise BadInput(f"{gpus} pretend GPUs on {os.cpu_count()} cores", "Every pretend GPU needs a core of its own")
+    begun = str(time.time_ns() // 1000)
+    here = [sys.executable, "-I", "-m", "plexrl.cli.main", "pool"]
+    common = [name, "--registry", registry, "--allocated-us", begun]
+    agent = subprocess.Popen([*here, "agent", *common, "--node", "local", "--gpus", str(gpus)], start_new_session=True)
+    try:
+        code = 75
+        while code == 75 or code < 0:
+            head = subprocess.Popen([*here, "head", *common, "--nodes", "1"], start_new_session=True)
+            try:
+                code = head.wait()
+            except KeyboardInterrupt:
+                head.terminate()
+                code = head.wait()
+                break
+            if agent.poll() is not None:
+                break
+    finally:
+        agent.terminate()
+        agent.wait()
+    raise typer.Exit(max(code, 0))
+
+
+# -- the processes of a pool, started by pool.sbatch ---------------------------------------------------------------------
+
+
+def _allocation(allocated_us: int) -> tuple[int, int]:
+    """(Slurm job id, StartTime in microseconds) of the allocation that we are in."""
+    job = int(os.environ.get("SLURM_JOB_ID", "0"))
+    if allocated_us or not job:
+        return job if not allocated_us else 0, allocated_us or time.time_ns() // 1000
+    from plexrl.slurm.commands import SlurmCommands
+
+    info = SlurmCommands().job(job)
+    if info is None or info.start_time is None:
+        raise PlexrlError(f"slurmctld does not know our job {job}")
+    return job, info.start_time * 1_000_000
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=os.environ.get("PLEXRL_LOG", "INFO"), format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+
+
+@app.command(hidden=True)
+def head(
+    name: str = _NAME,
+    registry: str = _REGISTRY,
+    nodes: int = typer.Option(0, help="Agents to wait for; default: nodes of the Slurm job."),
+    allocated_us: int = typer.Option(0, help="When the allocation began; default: asked of slurmctld."),
+) -> None:
+    """The head of a pool."""
+    import uvloop
+
+    from plexrl.accounting.store import Ledger, Publisher
+    from plexrl.config import load
+    from plexrl.gateway import TinkerGateway
+    from plexrl.pool.admission import PrivateAdmission, SlurmAdmission
+    from plexrl.pool.head import Allocation, Head
+    from plexrl.pool.layout import Layout
+    from plexrl.slurm.commands import SlurmCommands
+
+    _log_to_stderr()
+    if os.getuid() == 0:
+        raise BadInput("a pool's head does not run as root", "Start it under the pool's service account")
+    books = _registry(registry)
+    declared = books.declared(name)
+    if declared.owner_uid != os.getuid():
+        raise BadInput(f"pool {name!r} is declared for uid {declared.owner_uid}, this is {os.getuid()}")
+    config = load(declared.config)
+    job, start_us = _allocation(allocated_us)
+    layout = Layout(config.state_dir)
+    layout.make()
+    ledger = Ledger(layout.ledger)
+    publisher = Publisher(layout, Path(registry).parent / "reports" / name)
+    life = _lifecycle(books)
+
+    def admission(instance: str):
+        if declared.kind == "private":
+            return PrivateAdmission()
+        return SlurmAdmission(SlurmCommands(), name, instance, config.munge_socket)
+
+    async def serve() -> int:
+        return await Head(
+            name,
+            books,
+            config,
+            TinkerGateway(config),
+            admission,
+            ledger.take,
+            publisher.publish,
+            Allocation(
+                slurm_job=job, nodes=nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1")), allocated_us=start_us
+            ),
+            (lambda up: life.release(name) if up else life.hold(name)) if declared.kind == "site" else None,
+        ).run()
+
+    try:
+        raise typer.Exit(uvloop.run(serve()))
+    finally:
+        ledger.close()
+
+
+@app.command(hidden=True)
+def agent(
+    name: str = _NAME,
+    registry: str = _REGISTRY,
+    node: str = typer.Option("", help="Name of this node; default: Slurm's."),
+    gpus: int = typer.Option(0, help="GPUs of this node; default: as allocated."),
+    allocated_us: int = typer.Option(0, help="When the allocation began; default: asked of slurmctld."),
+) -> None:
+    """The agent of one node."""
+    from plexrl.config import load
+    from plexrl.pool.agent import Agent
+
+    _log_to_stderr()
+    if os.getuid() == 0:
+        raise BadInput("a pool's agent does not run as root", "Start it under the pool's service account")
+    config = load(_registry(registry).declared(name).config)
+    job, start_us = _allocation(allocated_us)
+    where = node or os.environ["SLURMD_NODENAME"]
+    count = gpus or len([g for g in os.environ.get("SLURM_STEP_GPUS", "").split(",") if g])
+    count = count or int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+    if not count:
+        raise BadInput(f"the allocation has no GPU on node {where}", "Start the pool with --gpus-per-node")
+    asyncio.run(Agent(config, where, count, job, start_us).run())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,413 @@
+"""The head: one asyncio process that admits jobs, journals, schedules and speaks to agents and engine hosts.
+
+It may die at any moment. The next head of the same allocation replays the journal, meets the agents and engine hosts
+again, and goes on; a head of another allocation finds the old one's deployments lost and says so.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from plexrl.config import PoolConfig
+from plexrl.pool import messages as m
+from plexrl.pool.admission import Admission
+from plexrl.pool.api import Api
+from plexrl.pool.book import Book
+from plexrl.pool.control import Control, write_control
+from plexrl.pool.core import Core
+from plexrl.pool.deployments import Deployments
+from plexrl.pool.door import Door, Gateway
+from plexrl.pool.groups import Groups
+from plexrl.pool.harden import harden
+from plexrl.pool.journal import Journal, epochs, replay
+from plexrl.pool.layout import Layout
+from plexrl.pool.links import Links
+from plexrl.pool.status import write_status
+from plexrl.pool.turns import Turns
+from plexrl.scheduler import Policy, Scheduler
+from plexrl.types import BadInput, Epoch, Peer, PlexrlError, Unavailable, records
+from plexrl.wire.keys import Keys
+from plexrl.wire.registry import Live, Registry
+
+log = logging.getLogger("plexrl.head")
+_AGENTS_S = 120.0
+_HOSTS_S = 30.0
+_PAUSE_S = 120.0
+_CHECK_S = 5.0
+_SPANS_S = 10.0
+_DRAIN_S = 15.0
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the head runs in. slurm_job 0: none. nodes: how many agents to wait for. allocated_us: StartTime."""
+
+    slurm_job: int
+    nodes: int
+    allocated_us: int
+
+
+class Head:
+    """One life of a pool's head."""
+
+    def __init__(
+        self,
+        name: str,
+        registry: Registry,
+        config: PoolConfig,
+        gateway: Gateway,
+        admission: Callable[[str], Admission],
+        ledger: Callable[[records.Record], None],
+        publish: Callable[[int], None],
+        allocation: Allocation,
+        admit_jobs: Callable[[bool], None] | None = None,
+    ):
+        """admission: made for an instance. ledger takes every record; publish(now_us) brings reports up to date.
+
+        admit_jobs(up): lets logical jobs start, or keeps them pending (a site pool's licences).
+        """
+        self._name = name
+        self._registry = registry
+        self._config = config
+        self._allocation = allocation
+        self._publish = publish
+        self._admit_jobs = admit_jobs or (lambda up: None)
+        self._layout = Layout(config.state_dir)
+        self._core = Core(config, Book(), self._layout, ledger)
+        self._groups = Groups(self._core)
+        self._turns = Turns(self._core, self._groups)
+        self._deployments = Deployments(self._core, self._groups, self._turns)
+        self._api = Api(self._core, self._groups, self._turns, self._deployments)
+        self._make_admission = admission
+        self._gateway = gateway
+        self._agents: dict[str, m.AgentHello] = {}
+        self._arrived = asyncio.Event()
+        self._paused: dict[str, asyncio.Future] = {}
+        self._early: list[tuple[str, m.Message]] | None = []
+        self._stop = asyncio.Event()
+        self._failure = ""
+
+    async def run(self) -> int:
+        """Serve until told to stop. Exit code 0 in order, 75 when another head should be tried."""
+        if os.getuid() == 0:
+            raise BadInput("a pool's head does not run as root", "Start it under the pool's service account")
+        harden()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        self._layout.make()
+        adopt = self._remember()
+        context = zmq.Context()
+        await self._open(context, adopt)
+        tasks: list[asyncio.Task] = []
+        try:
+            await self._meet_agents()
+            await self._take_up(adopt)
+            self._door.start()
+            self._announce("ready")
+            await self._let_jobs(True)
+            self._turns.perform(self._core.scheduler.startup_done(self._core.now_us()))
+            log.info("pool %s is ready: %s", self._name, ", ".join(self._gpus()))
+            tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._account())]
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._close(context)
+        return 75 if self._failure else 0
+
+    # -- beginning -----------------------------------------------------------------------------------------------------
+
+    def _remember(self) -> bool:
+        """Replay the journal. True when the engine hosts of the last head may still be there."""
+        book = self._core.book
+        for record in replay(self._layout.journal):
+            book.apply(record)
+        for session in book.sessions.values():
+            session.beat_us = self._core.now_us()
+        started = book.started
+        return started is not None and not book.orderly_end and started.slurm_job == self._allocation.slurm_job
+
+    async def _open(self, context: zmq.Context, adopt: bool) -> None:
+        core = self._core
+        previous = epochs(self._layout.journal)
+        restart = previous[-1].restart + 1 if adopt and previous else 0
+        start = max(int(time.time()), previous[-1].start + 1 if previous else 0)
+        epoch = Epoch(start, self._allocation.slurm_job, restart)
+        instance = core.book.started.instance if adopt else f"{epoch.start:x}{os.urandom(4).hex()}"
+        core.journal = Journal(self._layout.journal, epoch, asyncio.get_running_loop(), self._journal_failed)
+        server, inner, client = (self._keys(name, adopt) for name in ("door.json", "inner.json", "keys.json"))
+        core.links = Links(
+            context, f"tcp://{self._config.interface}:0", inner, client.public, epoch, self._hello, self._receive
+        )
+        self._admission = self._make_admission(instance)
+        self._door = Door(core, self._api, self._gateway, self._admission, self._name)
+        self._door.on_bye = self._bye
+        private = self._registry.declared(self._name).kind == "private"
+        address = f"ipc://{self._layout.run}/door.sock" if private else f"tcp://{self._config.interface}:0"
+        outer = self._door.open(context, address, server)
+        self._live = Live(
+            name=self._name,
+            instance=instance,
+            state="starting",
+            address=outer,
+            server_key=server.public,
+            nonce=self._admission.nonce,
+            service_uid=os.getuid(),
+            slurm_job=self._allocation.slurm_job,
+            epoch=str(epoch),
+        )
+        self._epoch = epoch
+        self._announce("starting")
+        write_control(self._layout.control, Control(address=core.links.address, server_key=inner.public, epoch=epoch))
+
+    def _keys(self, name: str, keep: bool) -> Keys:
+        """A key pair per start of the pool; a head that follows another in one allocation keeps it."""
+        path = self._layout.run / name
+        if not keep or not path.exists():
+            path.unlink(missing_ok=True)
+            Keys.generate().save(path)
+        return Keys.load(path)
+
+    def _announce(self, state: str) -> None:
+        self._live = msgspec.structs.replace(self._live, state=state)
+        self._registry.publish(self._live)
+
+    async def _meet_agents(self) -> None:
+        deadline = time.monotonic() + _AGENTS_S
+        while len(self._agents) < self._allocation.nodes:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._arrived.wait()
+            except TimeoutError:
+                raise Unavailable(
+                    f"{len(self._agents)} of {self._allocation.nodes} agents came within {_AGENTS_S:.0f} s",
+                    "See the agents' output in the pool's Slurm log",
+                ) from None
+            if self._stop.is_set():
+                return
+
+    def _gpus(self) -> tuple[str, ...]:
+        return tuple(gpu for agent in sorted(self._agents.values(), key=lambda a: a.node) for gpu in agent.gpus)
+
+    async def _take_up(self, adopt: bool) -> None:
+        """Make the scheduler, take up or give up what the book knows, and let what came early be heard."""
+        core, book = self._core, self._core.book
+        policy = self._config.scheduler
+        core.scheduler = Scheduler(
+            dict.fromkeys(self._gpus(), self._config.device.bytes),
+            Policy(
+                placement=policy.placement,
+                order=policy.order,
+                anticipation_us=policy.anticipation_us,
+                gradient_anticipation_us=policy.gradient_anticipation_us,
+                quantum_us=policy.quantum_us,
+                min_turn_factor=policy.min_turn_factor,
+                paranoid=policy.paranoid,
+            ),
+        )
+        begun = book.last_span_us if adopt else self._allocation.allocated_us
+        core.scheduler.start(min(begun or core.now_us(), core.now_us()))
+        await core.commit(
+            records.EpochStarted(
+                now_us=core.now_us(),
+                epoch=self._epoch,
+                pool=self._name,
+                instance=self._live.instance,
+                gpus=self._gpus(),
+                slurm_job=self._allocation.slurm_job,
+                allocated_us=self._allocation.allocated_us,
+            )
+        )
+        if adopt:
+            await self._adopt()
+        else:
+            self._give_up()
+        early, self._early = self._early or [], None
+        for name, message in early:
+            self._receive(name, message)
+
+    def _give_up(self) -> None:
+        """The allocation is another one: what was on its GPUs is gone."""
+        core, book = self._core, self._core.book
+        for model in book.models.values():
+            if not model.ended:
+                last = f"; its last checkpoint is {model.checkpoint}" if model.checkpoint else ""
+                reason = f"the pool's allocation ended{last}"
+                core.commit(records.ModelEnded(now_us=core.now_us(), model=model.id, reason=reason, lost=True))
+        for name, group in book.groups.items():
+            if not group.ended:
+                core.commit(records.GroupEnded(now_us=core.now_us(), group=name, reason="the pool's allocation ended"))
+        for name, version in book.versions.items():
+            if version.in_memory:
+                core.commit(records.VersionDropped(now_us=core.now_us(), version=name))
+        for entry in [e for e in book.entries.values() if e.ended is None]:
+            core.fail(entry.id, "the pool's allocation ended while the call was open", "server")
+
+    async def _adopt(self) -> None:
+        """The engine hosts kept their state: pause them, take their groups up, and submit what was open again."""
+        core, book = self._core, self._core.book
+        groups = {name: group.placed for name, group in book.groups.items() if not group.ended}
+        gangs = [gang.id for placed in groups.values() for gang in placed.placement.gangs]
+        deadline = time.monotonic() + _HOSTS_S
+        while set(gangs) - set(self._groups.hosts) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        there = [gang for gang in gangs if gang in self._groups.hosts]
+        await asyncio.gather(*(self._pause(gang) for gang in there))
+        for placed in groups.values():
+            resident = {
+                gang.id
+                for gang in placed.placement.gangs
+                if gang.id in self._groups.hosts and self._groups.hosts[gang.id].resident
+            }
+            self._turns.perform(core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident))
+        for gang in there:
+            for outcome in self._groups.hosts[gang].outcomes:
+                self._turns.outcome(gang, outcome)
+        for gang in gangs:
+            if gang in there:
+                self._deployments.adopt(gang, self._groups.hosts[gang])
+            else:
+                self._deployments.gang_lost(gang, "its engine host did not come back to the new head")
+        for model in list(book.models.values()):
+            self._deployments.release(model)
+        for entry in list(book.entries.values()):
+            if entry.accepted is not None and entry.ended is None and entry.accepted.call.seq is None:
+                self._turns.submit(entry.accepted.call)
+
+    async def _pause(self, gang: str) -> None:
+        future = self._paused[gang] = asyncio.get_running_loop().create_future()
+        self._core.links.send(f"gang:{gang}", m.Pause())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(future, _PAUSE_S)
+        del self._paused[gang]
+
+    # -- serving -------------------------------------------------------------------------------------------------------
+
+    def _hello(self, name: str, message: m.Message) -> None:
+        match message:
+            case m.AgentHello():
+                self._agents[message.node] = message
+                self._arrived.set()
+            case m.HostHello():
+                self._groups.hello(message)
+                if self._early is None:
+                    for outcome in message.outcomes:
+                        self._turns.outcome(message.gang, outcome)
+
+    def _receive(self, name: str, message: m.Message) -> None:
+        if isinstance(message, m.Paused) and name.removeprefix("gang:") in self._paused:
+            future = self._paused[name.removeprefix("gang:")]
+            if not future.done():
+                future.set_result(None)
+            return
+        if self._early is not None:
+            self._early.append((name, message))
+            return
+        gang = name.removeprefix("gang:")
+        match message:
+            case m.Ended():
+                self._turns.outcome(gang, message.outcome)
+            case m.Paused():
+                self._turns.paused(gang, message.unfinished)
+            case m.ChildEnded():
+                self._child_ended(message)
+
+    def _child_ended(self, message: m.ChildEnded) -> None:
+        why = f"rank {message.rank} ended with code {message.code}"
+        if message.tail.strip():
+            why += f": {message.tail.strip().splitlines()[-1][:300]}"
+        if self._groups.rank_ended(message.gang, why):
+            self._deployments.gang_lost(message.gang, why)
+
+    def _bye(self, peer: Peer) -> None:
+        if self._live.address.startswith("ipc://"):
+            self._core.spawn(self._end_job(peer.job, "its program ended"))
+
+    async def _end_job(self, job: str, reason: str) -> None:
+        self._door.dismiss(job)
+        await self._deployments.end_job(job, reason)
+
+    async def _watch(self) -> None:
+        """Jobs that ended, sessions that fell silent, gaps that never closed."""
+        core = self._core
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            for job, reason in (await self._admission.over(self._attached())).items():
+                log.info("job %s is over: %s", job, reason)
+                await self._end_job(job, reason)
+            silent_us = core.now_us() - self._config.limits.session_timeout_us
+            for name, session in list(core.book.sessions.items()):
+                if not session.ended and session.beat_us < silent_us:
+                    await self._deployments.end_session(name, "no heartbeat came")
+            self._deployments.check_gaps()
+
+    def _attached(self) -> list[Peer]:
+        """Every job that has not ended, also those whose proxy has not come back to this head."""
+        return [
+            Peer(uid=j.attached.uid, user=j.attached.user, account=j.attached.account, job=j.attached.job)
+            for j in self._core.book.jobs.values()
+            if not j.ended
+        ]
+
+    async def _account(self) -> None:
+        """Status each second, spans and reports every ten."""
+        turn = 0
+        while True:
+            write_status(self._layout, self._core, self._live.state)
+            await asyncio.sleep(1.0)
+            turn += 1
+            if turn % _SPANS_S == 0:
+                self._turns.perform(self._core.scheduler.spans(self._core.now_us()))
+                await asyncio.to_thread(self._publish, self._core.now_us())
+
+    def _journal_failed(self, error: OSError) -> None:
+        log.critical("the journal cannot be written (%s): the head ends; what was acknowledged is on disk", error)
+        self._failure = str(error)
+        self._stop.set()
+
+    async def _let_jobs(self, up: bool) -> None:
+        try:
+            await asyncio.to_thread(self._admit_jobs, up)
+        except PlexrlError as error:
+            log.error("the pool's licences could not be %s: %s", "released" if up else "held", error)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Grant nothing new and let open turns end, for a while."""
+        core = self._core
+        if self._failure:
+            return
+        self._announce("draining")
+        await self._let_jobs(False)
+        self._turns.perform(core.scheduler.drain(core.now_us()))
+        deadline = time.monotonic() + _DRAIN_S
+        while core.scheduler.turns and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+    async def _close(self, context: zmq.Context) -> None:
+        core = self._core
+        self._door.close()
+        self._registry.withdraw(self._name, self._live.instance)
+        if hasattr(core, "scheduler") and not self._failure:
+            self._turns.perform(core.scheduler.spans(core.now_us()))
+            await core.commit(records.EpochEnded(now_us=core.now_us(), reason="stopped"))
+            for node in self._agents:
+                core.links.send(f"agent:{node}", m.Shutdown())
+            self._publish(core.now_us())
+        await asyncio.sleep(0.3)
+        await core.close()
+        core.links.close()
+        if not self._failure:
+            core.journal.close()
+        context.destroy(linger=200)
