@@ -87,11 +87,16 @@ class Server:
     def recv(self) -> tuple[bytes, str, list[bytes]] | None:
         """The next (identity, client key z85, frames), None when there is none now. Never waits."""
         try:
-            # Only a Frame (not a copy) carries the metadata that the door attached to the connection.
-            first = self._socket.recv(zmq.NOBLOCK, copy=False)
+            identity = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return first.bytes, first.get("User-Id"), self._socket.recv_multipart(zmq.NOBLOCK)
+        # Only a Frame (not a copy) carries the metadata that the door attached to the connection, and of a message only
+        # the client's own parts have it for certain: the identity in front may have been fetched before.
+        first = self._socket.recv(zmq.NOBLOCK, copy=False)
+        frames = [first.bytes]
+        while self._socket.rcvmore:
+            frames.append(self._socket.recv(zmq.NOBLOCK))
+        return identity, first.get("User-Id"), frames
 
     def send(self, identity: bytes, frames: Sequence[bytes]) -> bool:
         """Send to a client. False when it is gone, or has stopped reading: the message is dropped."""

@@ -45,9 +45,10 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="t", tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag_field="t", tag="refused"):
-    """The peer is not admitted, or spoke before it was."""
+    """The peer is not admitted, or spoke before it was. id: of the Request that is refused, 0 for a Hello."""
 
     why: str
+    id: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True, tag_field="t", tag="res"):
