@@ -9,11 +9,11 @@ from plexrl.types import ApiError
 class NotBuilt(ApiError):
     """A part of the API that this pool does not have. 400: the SDK raises BadRequestError and does not retry."""
 
-    def __init__(self, feature: str, mend: str = "", status: int = 400) -> None:
+    def __init__(self, feature: str, mend: str, status: int = 400) -> None:
         super().__init__(status, f"{feature} is not built in this version of PlexRL", mend)
 
 
-def bad(what: str, mend: str = "") -> ApiError:
+def bad(what: str, mend: str) -> ApiError:
     """The caller's input is wrong (400)."""
     return ApiError(400, what, mend)
 

@@ -12,19 +12,19 @@ PREFIX = "/api/v1/"
 
 # What the SDK knows and this pool does not have, by the first part of the path after PREFIX.
 _LATER = {
-    "audit": "The audit log",
-    "auth": "Tokens in place of the job's key",
-    "billing": "Billing (see plexrl report)",
-    "checkpoints": "Listing checkpoints",
-    "copy_weights": "Copying checkpoints",
-    "create_custom_loss": "Custom losses on the server",
-    "join_sampling_session": "Joining a sampling session",
-    "retrieve_futures": "Retrieving several futures at once",
-    "save_weights_external": "Exporting weights",
-    "sessions": "Listing sessions",
-    "training_runs": "Listing training runs",
-    "weights_info": "Asking about a checkpoint",
-    "whoami": "Asking who one is",
+    "audit": ("The audit log", "The pool's journal has it: ask the admin"),
+    "auth": ("Tokens in place of the job's key", "Use TINKER_API_KEY as the job finds it"),
+    "billing": ("Billing", "Ask plexrl report"),
+    "checkpoints": ("Listing checkpoints", "Keep the paths that save_state returned"),
+    "copy_weights": ("Copying checkpoints", "Load the checkpoint and save it again"),
+    "create_custom_loss": ("Custom losses on the server", "Use forward_backward_custom with a Python function"),
+    "join_sampling_session": ("Joining a sampling session", "Leave the flag sample_join_sampling_session off"),
+    "retrieve_futures": ("Retrieving several futures at once", "Use retrieve_future"),
+    "save_weights_external": ("Exporting weights", "Use save_state or save_weights_for_sampler"),
+    "sessions": ("Listing sessions", "Ask plexrl pool status"),
+    "training_runs": ("Listing training runs", "Keep the paths that save_state returned"),
+    "weights_info": ("Asking about a checkpoint", "Load it: the model's get_info tells"),
+    "whoami": ("Asking who one is", "You are the user who submitted the job"),
 }
 
 
@@ -86,7 +86,8 @@ class TinkerGateway:
             case ("POST", "sessions", session, "finish"):
                 return models.finish_session(request, session)
         if path.startswith(PREFIX) and parts[0] in _LATER:
-            raise NotBuilt(f"{_LATER[parts[0]]} ({request.method} {path[:200]})", status=_later_status(request.method))
+            feature, mend = _LATER[parts[0]]
+            raise NotBuilt(f"{feature} ({request.method} {path[:200]})", mend, _later_status(request.method))
         allowed = sorted(method for method, known in self._routes if known == path)
         if allowed:
             raise ApiError(405, f"{request.method} {path} is not allowed", f"Use {' or '.join(allowed)}")

@@ -48,7 +48,7 @@ class _OptimStep(Struct):
     model_id: str
     seq_id: Annotated[int, Meta(ge=1, le=MAX_SEQ)]
     adam_params: _Adam | None = None
-    optimizer_params: msgspec.Raw | None = None
+    optimizer_params: dict | None = None
 
 
 class _Key(Struct):
