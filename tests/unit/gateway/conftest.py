@@ -1,7 +1,5 @@
 """A gateway for a pool of one small model, the fake head behind it, and an unmodified SDK client before it."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +8,7 @@ import tinker
 
 from plexrl.config import PoolConfig
 from plexrl.gateway import TinkerGateway
-
-sys.path.insert(0, os.path.dirname(__file__))
-
-from fakehead import FakeHead, serve
+from tests.unit.gateway.fakehead import FakeHead, serve
 
 
 @pytest.fixture(scope="module")

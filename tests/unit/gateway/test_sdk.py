@@ -4,10 +4,10 @@ import math
 
 import pytest
 import tinker
-from fakehead import FakeHead, serve
 from tinker import types
 
 from plexrl.types import CallKind, Failed
+from tests.unit.gateway.fakehead import FakeHead, serve
 
 
 @pytest.fixture(scope="module")
