@@ -144,16 +144,22 @@ local function strip_gpus(job)
 	return table.concat(asked, ","), math.max(count(per_node) * nodes, count(per_job))
 end
 
--- One node: the job drives, it does not compute. Its share of tasks and CPUs per node stays.
+-- One node: the job drives, it does not compute. Its share of tasks and CPUs per node stays, also in what sbatch
+-- exported for a plain srun to read.
 local function one_node(job)
 	local nodes = number(job.min_nodes) or 1
 	if nodes > 1 then
 		say(string.format("%d nodes were asked for; the job runs on 1, the pool has the GPUs", nodes))
-		if number(job.num_tasks) then
-			job.num_tasks = math.ceil(job.num_tasks / nodes)
+		for _, field in ipairs({ "num_tasks", "min_cpus" }) do
+			if number(job[field]) then
+				job[field] = math.ceil(job[field] / nodes)
+			end
 		end
-		if number(job.min_cpus) then
-			job.min_cpus = math.ceil(job.min_cpus / nodes)
+		for _, name in ipairs({ "SLURM_NTASKS", "SLURM_NPROCS" }) do
+			local exported = tonumber(job.environment[name])
+			if exported then
+				job.environment[name] = string.format("%d", math.ceil(exported / nodes))
+			end
 		end
 	end
 	job.min_nodes = 1

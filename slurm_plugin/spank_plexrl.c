@@ -47,7 +47,7 @@ int slurm_spank_init_failure_mode = ESPANK_JOB_FAILURE;	/* never drain a node fo
 #define ATTACHED "SLURM_PLEXRL_JOB"	/* marker: the job id that was attached; survives --export=NONE */
 #define COPY "SLURM_PLEXRL_ENV_"	/* prefix of copies that steps under --export=NONE restore from */
 #define ASKED "SLURM_SPANK_PLEXRL_POOL"	/* what spank_job_control_setenv becomes on the node */
-#define OPTION_ENV "_SLURM_SPANK_OPTION_plexrl_plexrl_pool"
+#define OPTION_ENV "_SLURM_SPANK_OPTION_plexrl_plexrl_pool"	/* how the option itself travels, in two spellings */
 
 static struct {
 	const char *registry;
@@ -276,6 +276,7 @@ int slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 	}
 	if (spank_job_control_setenv(sp, "PLEXRL_POOL", asked, 1) != ESPANK_SUCCESS)
 		stop_command("Slurm does not take the option --plexrl-pool; nothing was submitted. Ask the site's admin");
+	unsetenv("SLURM_RESTART_COUNT");	/* of a job that this sbatch runs in, not of the new one */
 	return ESPANK_SUCCESS;
 }
 
@@ -488,11 +489,23 @@ static void set_variables(spank_t sp, char *text)
 			stop_task("the attach helper did not say %s", needed[i]);
 }
 
+/* 22.05 does not fill the item in the batch step; the variable is there from the first requeue on. */
+static uint32_t restart_count(spank_t sp)
+{
+	uint32_t count = 0;
+	char text[16] = "";
+
+	if (spank_get_item(sp, S_SLURM_RESTART_COUNT, &count) == ESPANK_SUCCESS && count)
+		return count;
+	if (spank_getenv(sp, "SLURM_RESTART_COUNT", text, sizeof(text)) != ESPANK_SUCCESS)
+		return 0;
+	return (uint32_t) strtoul(text, NULL, 10);
+}
+
 static void attach(spank_t sp, const char *pool, uint32_t job)
 {
 	static char text[OUTPUT_MAX + 1];
 	char job_text[16];
-	uint32_t restart = 0;
 	int lifeline[2], out[2];
 	pid_t pid;
 
@@ -501,11 +514,9 @@ static void attach(spank_t sp, const char *pool, uint32_t job)
 	if (!valid_name(pool))
 		stop_task("invalid pool name '%.64s'", pool);
 	check_helper();
-	if (spank_get_item(sp, S_SLURM_RESTART_COUNT, &restart) != ESPANK_SUCCESS)
-		restart = 0;	/* Slurm knows none before the first requeue */
 	if (high_pipe(lifeline) || high_pipe(out))
 		stop_task("no pipe for the attach helper: %s", strerror(errno));
-	pid = spawn_helper(pool, job, restart, lifeline[0], out[1]);
+	pid = spawn_helper(pool, job, restart_count(sp), lifeline[0], out[1]);
 	close(lifeline[0]);
 	close(out[1]);
 	hear_helper(pid, out[0], text);
@@ -521,6 +532,7 @@ static void attach(spank_t sp, const char *pool, uint32_t job)
 	/* An sbatch inside this job asks for itself. */
 	spank_unsetenv(sp, ASKED);
 	spank_unsetenv(sp, OPTION_ENV);
+	spank_unsetenv(sp, "SLURM_SPANK_" OPTION_ENV);
 	hide_gpus(sp);
 }
 
