@@ -92,7 +92,6 @@ class Trainer:
             bind(model, bound.views["weights"], bound.views["grads"])
             self._bounds[None, None] = bound
         self._backbone = backbone(model)
-        self._head = head(model)
 
     # --- deployments ----------------------------------------------------------------------------------------------
 
@@ -347,7 +346,7 @@ class Trainer:
         need = (inputs[0] != 0).any(-1)
         with torch.set_grad_enabled(train and bool(need.any())):
             hidden = self._backbone(input_ids=tokens, use_cache=False).last_hidden_state[real]
-            logprobs = losses.token_logprobs(hidden, self._head, targets, need if train else None)
+            logprobs = losses.token_logprobs(hidden, head(self._home.model), targets, need if train else None)
             chosen, (first, *rest) = logprobs[need], [tensor[need] for tensor in inputs]
             if loss == "cross_entropy":
                 value = losses.cross_entropy(chosen, first)
