@@ -1,0 +1,1 @@
+"""The ledger's arithmetic, the baseline, the published store and the reports."""
