@@ -192,7 +192,7 @@ def run(
     raise typer.Exit(max(code, 0))
 
 
-# -- the processes of a pool, started by pool.sbatch ---------------------------------------------------------------------
+# -- the processes of a pool, started by pool.sbatch -------------------------------------------------------------------
 
 
 def _allocation(allocated_us: int) -> tuple[int, int]:

@@ -255,7 +255,7 @@ class Deployments:
         core.book.forget_job(job)
 
     def gang_lost(self, gang_id: str, why: str) -> None:
-        """A gang's state is gone: a trainer's deployments are lost, their last checkpoints named; samplers come back."""
+        """A gang's state is gone: a trainer's deployments are lost, their checkpoints named; samplers come back."""
         self._gang_up[gang_id] = False
         group, _ = self._groups.gang(gang_id)
         if group.ended:

@@ -319,7 +319,7 @@ class Head:
                 self._turns.outcome(gang, message.outcome)
             case m.Paused():
                 self._turns.paused(gang, message.unfinished)
-            case m.ChildEnded():
+            case m.ChildEnded() if not self._stop.is_set():
                 self._child_ended(message)
 
     def _child_ended(self, message: m.ChildEnded) -> None:

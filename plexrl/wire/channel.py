@@ -153,6 +153,7 @@ class Client:
             raise BadInput(f"{server_key!r} is no server key", "The pool's live file is damaged") from error
         self._drain: Drain | None = None
         self._watch: Drain | None = None
+        self._monitor: zmq.Socket | None = None
 
     def start(
         self, receive: Callable[[list[bytes]], None], changed: Callable[[bool, str], None] = lambda up, why: None
@@ -162,7 +163,7 @@ class Client:
         changed(up, why) is called when the connection stands (handshake done) and when it fell or was refused; after a
         fall everything that was sent and not answered must count as lost.
         """
-        monitor = self._socket.get_monitor_socket(
+        monitor = self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -208,9 +209,11 @@ class Client:
     def close(self, linger_ms: int = 0) -> None:
         """Disconnect. linger_ms: how long the library may go on, in its own thread, sending what is queued."""
         self.up = False
-        if self._watch is not None:
+        if self._watch is not None and self._monitor is not None:
             self._watch.close()
             self._socket.disable_monitor()
+            # Whoever ends the context waits for every socket of it; the collector may take its time.
+            self._monitor.close(0)
         if self._drain is not None:
             self._drain.close()
         self._socket.close(linger_ms)
