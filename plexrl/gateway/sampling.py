@@ -15,8 +15,10 @@ from plexrl.types import GetSampler, HttpRequest, OpenSampler, Retrieve, Sample
 
 MAX_SAMPLES = 1024
 MAX_STOPS = 64
+MAX_TOP_K = 1024
 
 _Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_TopK = Annotated[int, Meta(ge=0, le=MAX_TOP_K)]
 _Word = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -51,8 +53,8 @@ class _Sample(Struct, forbid_unknown_fields=True):
     sampling_session_id: str | None = None
     seq_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: _TopK = 0
+    topk_sample_logprobs: _TopK = 0
     target_prompt_logprobs: dict | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
@@ -69,8 +71,6 @@ _sample = msgspec.json.Decoder(_Sample)
 _retrieve = msgspec.json.Decoder(_Retrieve)
 
 _LATER = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
     "target_prompt_logprobs",
     "prompt_alt_tokens_k",
     "prompt_logprobs_last_n",
