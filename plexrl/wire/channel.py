@@ -56,6 +56,8 @@ class Server:
             self._socket.curve_publickey = keys.public.encode()
             self._socket.curve_secretkey = keys.secret.encode()
             self._socket.zap_domain = self._domain
+            # Without this the library lets everybody in when the door is missing.
+            self._socket.zap_enforce_domain = True
             self._socket.router_mandatory = True
             # A client that comes back under its own id takes it over from its dead connection.
             self._socket.router_handover = True

@@ -6,6 +6,7 @@ came in is given back as the connection's User-Id, which then stands beside ever
 
 import logging
 from collections.abc import Callable
+from typing import ClassVar
 
 import zmq
 from zmq.utils import z85
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 class Door:
     """One per context, made by the first server and gone with the last."""
 
-    _doors: dict[int, "Door"] = {}
+    _doors: ClassVar[dict[zmq.Context, "Door"]] = {}
 
     def __init__(self, ctx: zmq.Context) -> None:
         self._ctx = ctx
@@ -32,9 +33,9 @@ class Door:
     @classmethod
     def of(cls, ctx: zmq.Context) -> "Door":
         """The door of this context."""
-        door = cls._doors.get(ctx.underlying)
+        door = cls._doors.get(ctx)
         if door is None:
-            door = cls._doors[ctx.underlying] = cls(ctx)
+            door = cls._doors[ctx] = cls(ctx)
         return door
 
     def open(self, allow: Callable[[str], bool] | None) -> bytes:
@@ -49,7 +50,7 @@ class Door:
         if self._allow.pop(domain, self) is not self and not self._allow:
             self._drain.close()
             self._socket.close(0)
-            del self._doors[self._ctx.underlying]
+            del self._doors[self._ctx]
 
     def _answer(self) -> bool:
         try:
