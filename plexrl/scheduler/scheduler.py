@@ -222,7 +222,7 @@ class Scheduler:
             self.meter.stopped(state.id, call, units)
             self._forget(call, state)
             turn = self.turns.get(state.id)
-            if turn:
+            if turn and turn.phase in (Phase.OPEN, Phase.PAUSING):
                 turn.note_finished(self.now, call)
             self._changed(state)
         return self._settle()
@@ -251,9 +251,8 @@ class Scheduler:
     ) -> list[Action]:
         """The answer to Switch. ok: the gang is resident and all victims are on the host.
 
-        Not ok: the gang is lost, its calls are dropped; victims not in `evicted` count as in `lost`. Late (no such
-        switch under way): victims of a broken-off switch that are in `evicted` are on the host. moved: GPU -> what was
-        moved; the head journals it, the scheduler needs the time only.
+        Not ok: the gang is lost, its calls are dropped; victims not in `evicted` count as in `lost`. Ignored unless the
+        switch is under way. moved: GPU -> what was moved; the head journals it, the scheduler needs the time only.
         """
         turn = self._turn_in(now, gang, Phase.SWITCH)
         if turn:
@@ -264,10 +263,6 @@ class Scheduler:
                 self._changed(turn.state)
             else:
                 self._fail(turn.state, "switch failed")
-        else:
-            for victim in (self.gangs[name] for name in evicted if name in self.gangs):
-                if victim.residency is Residency.OFFLOADING and victim.evictor is None:
-                    victim.move(Residency.HOST)
         return self._settle()
 
     # ---- time
