@@ -68,6 +68,37 @@ class Home:
         return layout.adapter_specs(self.arch, shape.rank, shape.attn, shape.mlp, shape.unembed)
 
 
+class Slots:
+    """Which adapter lies in which device slot. The least recently used one gives way."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held: dict[object, int] = {}  # least recently used first
+
+    def find(self, owner: object) -> int | None:
+        """The owner's slot, which becomes the most recently used one."""
+        if owner not in self._held:
+            return None
+        slot = self._held[owner] = self._held.pop(owner)
+        return slot
+
+    def claim(self, owner: object) -> tuple[int, object | None]:
+        """A slot for an owner that has none, and who must leave it first."""
+        free = set(range(self._count)) - set(self._held.values())
+        evicted = None if free else next(iter(self._held))
+        slot = min(free) if free else self._held.pop(evicted)
+        self._held[owner] = slot
+        return slot, evicted
+
+    def release(self, owner: object) -> int | None:
+        """Forget an owner; the slot it had."""
+        return self._held.pop(owner, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._held.clear()
+
+
 def manifest(buckets: layout.Buckets) -> Manifest:
     """memory's manifest of layout's buckets."""
     return Manifest.build({name: [TensorSpec(*spec) for spec in specs] for name, specs in buckets.items()})

@@ -7,6 +7,7 @@ good, and an adapter is used by being copied into the slot, so switching adapter
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from types import MethodType
 
@@ -67,7 +68,11 @@ class Adapters:
             return
         targets = adapted(self._arch, shape.attn, shape.mlp, shape.unembed)
         config = LoraConfig(r=shape.rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(targets), bias="none")
-        inject_adapter_in_model(config, self._model, name, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():
+            # Several adapters and an adapter on a tied head are what we want; the head's base weight is not trained.
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            inject_adapter_in_model(config, self._model, name, low_cpu_mem_usage=True)
         for path in targets:
             layer = self._model.get_submodule(path)
             if not isinstance(layer, LoraLayer):

@@ -16,7 +16,7 @@ from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec, UserError
 from plexrl.engines.torch import adam, batch, files, losses
 from plexrl.engines.torch.gang import Gang
-from plexrl.engines.torch.home import Home, check_size, manifest, total
+from plexrl.engines.torch.home import Home, Slots, check_size, manifest, total
 from plexrl.engines.torch.lora import Adapters, Shape, initialise, peft_config
 from plexrl.engines.torch.model import backbone, bind, head
 from plexrl.memory.arena import ArenaMap
@@ -60,7 +60,6 @@ class _Deployment:
     def __init__(self, shape: Shape | None, state: ResidentState) -> None:
         self.shape = shape
         self.state = state
-        self.slot: int | None = None
 
 
 class Trainer:
@@ -75,8 +74,7 @@ class Trainer:
         self._deployments: dict[str, _Deployment] = {}
         self._bounds: dict[tuple[int | None, Shape | None], _Bound] = {}
         self._on_device = True
-        # Deployments in the device slots, least recently used first.
-        self._recent: list[_Deployment] = []
+        self._slots = Slots(spec.lora_slots)
         self._base: ResidentState | None = None
         self._adapters: Adapters | None = None
         model, region = self._home.model, self._home.region.buffer
@@ -137,10 +135,9 @@ class Trainer:
     def drop(self, deployment: str) -> None:
         """See protocol.TrainEngine. What it left on the device is cleared."""
         gone = self._find(deployment)
+        slot = self._slots.release(gone)
         if gone.state.residency is Residency.DEVICE:
-            (self._home.region.buffer if gone.slot is None else self._home.slot(gone.slot)).zero_()
-        if gone in self._recent:
-            self._recent.remove(gone)
+            (self._home.region.buffer if slot is None else self._home.slot(slot)).zero_()
         del self._deployments[deployment]
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -275,9 +272,7 @@ class Trainer:
         """See protocol.TrainEngine."""
         states = [d.state for d in self._deployments.values() if d.state.residency is Residency.DEVICE]
         moved = [state.offload() for state in states + ([self._base] if self._base else [])]
-        for gone in self._recent:
-            gone.slot = None
-        self._recent.clear()
+        self._slots.clear()
         self._home.device.unmap(self._home.region)
         self._on_device = False
         return total(moved)
@@ -311,22 +306,16 @@ class Trainer:
         if target.shape is None:
             return self._bounds[None, None], 0
         moved = 0
-        if target.slot is None:
-            if len(self._recent) == self._spec.lora_slots:
-                victim = self._recent.pop(0)
-                moved += victim.state.offload().bytes_out
-                free, victim.slot = victim.slot, None
-            else:
-                free = min(set(range(self._spec.lora_slots)) - {d.slot for d in self._recent})
-            target.slot = free
-            target.state.rebind(self._home.slot(free))
+        slot = self._slots.find(target)
+        if slot is None:
+            slot, evicted = self._slots.claim(target)
+            if evicted is not None:
+                moved += evicted.state.offload().bytes_out
+            target.state.rebind(self._home.slot(slot))
             moved += target.state.load().bytes_in
-        else:
-            self._recent.remove(target)
-        self._recent.append(target)
-        key = (target.slot, target.shape)
+        key = (slot, target.shape)
         if key not in self._bounds:
-            bound = self._bounds[key] = _Bound(target.state.manifest, self._home.slot(target.slot), torch.float32)
+            bound = self._bounds[key] = _Bound(target.state.manifest, self._home.slot(slot), torch.float32)
             self._adapters.ensure(*key, bound.views["weights"], bound.views["grads"])
         self._adapters.use(*key)
         return self._bounds[key], moved
