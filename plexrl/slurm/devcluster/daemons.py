@@ -16,7 +16,10 @@ from plexrl.slurm.devcluster.state import Started
 from plexrl.types import Unavailable
 
 _KEEPER = Path(__file__).with_name("keeper.py")
-_STOP_SECONDS = 15.0
+# How long a daemon may take to end. slurmd would wait for its jobs, which ask for no more time than they had before.
+_PATIENCE_SECONDS = {"slurmd": 2, "other": 15}
+# After that a keeper kills its daemon and what is left of its jobs; it is killed itself only when it hangs.
+_STOP_SECONDS = 30.0
 
 
 def environment(at: Layout) -> dict[str, str]:
@@ -28,9 +31,10 @@ def start(at: Layout, name: str, command: list[str], **extra: str) -> Started:
     """Start `command` under a keeper, detached from this session; its output goes to DIR/log/NAME.out."""
     path = packages.program(command[0])
     assert path, command[0]
+    patience = str(_PATIENCE_SECONDS.get(command[0], _PATIENCE_SECONDS["other"]))
     with open(at.root / "log" / f"{name}.out", "wb") as out:
         keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_KEEPER), path, *command[1:]],
+            [sys.executable, "-I", "-S", str(_KEEPER), patience, path, *command[1:]],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

@@ -1,8 +1,8 @@
 """Run one daemon of a development cluster and end everything that descends from it when it ends.
 
-Started as a plain file (`python -I -S keeper.py COMMAND...`), so that it imports nothing of PlexRL. proctrack/linuxproc
-leaves orphans of jobs alive, and a job may detach from anything it likes; as the subreaper of its tree this process is
-their new parent, so that the cluster ends exactly what it started and never needs to guess by name.
+Started as a plain file (`python -I -S keeper.py SECONDS COMMAND...`), so that it imports nothing of PlexRL.
+proctrack/linuxproc leaves orphans of jobs alive, and a job may detach from anything it likes; as the subreaper of its
+tree this process is their new parent, so that the cluster ends exactly what it started and need not guess by name.
 """
 
 import ctypes
@@ -44,19 +44,26 @@ def _end_rest() -> None:
         time.sleep(0.02)
 
 
-def main(command: list[str]) -> int:
-    """Run `command`; SIGTERM and SIGINT are passed on to it. Returns its exit code, 128 + signal if it died by one."""
+def main(patience: float, command: list[str]) -> int:
+    """Run `command`. SIGTERM and SIGINT are passed on to it, and after `patience` seconds more it is killed.
+
+    Returns its exit code, 128 + signal if it died by one.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     caught: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: caught.append(number))
     child = os.posix_spawn(command[0], command, os.environ, setsigdef=[signal.SIGTERM, signal.SIGINT])
+    deadline = float("inf")
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == child:
             break
         if caught:
             os.kill(child, caught.pop())
+            deadline = min(deadline, time.monotonic() + patience)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
         if not pid:
             time.sleep(0.05)
     _end_rest()
@@ -65,4 +72,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))
