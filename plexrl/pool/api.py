@@ -13,6 +13,7 @@ from plexrl.pool.book import Book, Entry, Model, Session
 from plexrl.pool.core import Core, prior_cost_us
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.groups import Groups
+from plexrl.pool.layout import meta_of
 from plexrl.pool.turns import Turns
 from plexrl.types import ApiError, Call, CallKind, Peer, PlexrlError, commands, records
 
@@ -110,7 +111,7 @@ class Api:
         if model in self._book.models:
             return commands.Promise(request_id=f"{model}:0", model=model)
         folder = self._saved(peer, command.path)
-        meta = json.loads((folder / "plexrl.json").read_text())
+        meta = json.loads(meta_of(folder).read_text())
         if command.base_model is not None and command.base_model != meta["base"]:
             raise ApiError(
                 400, f"{command.path} was trained from {meta['base']!r}, not {command.base_model!r}", "Leave it out"
@@ -184,7 +185,7 @@ class Api:
             folder = self._core.layout.checkpoint(peer.uid, *parts)
         except PlexrlError as error:
             raise ApiError(400, error.what, error.mend) from error
-        if not (folder / "plexrl.json").is_file():
+        if not folder.is_dir() or not meta_of(folder).is_file():
             raise ApiError(400, f"there is no checkpoint {path!r} of yours", "Checkpoints belong to who saved them")
         return folder
 

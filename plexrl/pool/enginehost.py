@@ -91,7 +91,7 @@ def _build(settings: Settings):
     if spec.role is Role.SAMPLE:
         return SampleHost(engine, settings.node), None
     rank = TrainRank(engine, spec.rank, settings.node, settings.first_on_node)
-    lockstep = Lockstep(spec.rank, spec.world)
+    lockstep = Lockstep(spec.rank, spec.world, f"{spec.rendezvous}.steps", spec.interface)
     if spec.rank == 0:
         return TrainHost(rank, lockstep), None
     return None, lambda: follow(rank, lockstep)

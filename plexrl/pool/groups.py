@@ -149,7 +149,8 @@ class Groups:
             raise Unavailable(f"the engine of {gang_id} was not ready within {_BUILD_S:.0f} s") from None
         finally:
             self._built.pop(gang_id, None)
-            rendezvous.unlink(missing_ok=True)
+            for path in (rendezvous, rendezvous.with_name(f"{rendezvous.name}.steps")):
+                path.unlink(missing_ok=True)
 
     def hello(self, hello: m.HostHello) -> None:
         """A gang's leader is there."""

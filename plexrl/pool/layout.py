@@ -44,3 +44,8 @@ class Layout:
                     "Use letters, digits, '.', '_' and '-', at most 128, not beginning with a dot",
                 )
         return self.checkpoints / str(uid) / re.sub(r"[^A-Za-z0-9._-]", "+", model) / kind / name
+
+
+def meta_of(checkpoint: Path) -> Path:
+    """The file beside a checkpoint that says what model it is of (its name cannot be a checkpoint's)."""
+    return checkpoint.with_name(f".{checkpoint.name}.meta")

@@ -4,39 +4,59 @@ So all ranks run the same calls in the same order and stop at the same safe poin
 Messages are bytes in gloo collectives; nothing is unpickled.
 """
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+
+from plexrl.engines.torch.gang import process_group
+
+# Followers wait for the leader's next step however long the pool is idle; a leader that dies closes its sockets.
+_IDLE = timedelta(days=3650)
 
 
 class Lockstep:
     """Broadcast from rank 0 and gather to rank 0, for a world of one or more ranks."""
 
-    def __init__(self, rank: int, world: int):
+    def __init__(self, rank: int, world: int, rendezvous: str, interface: str):
+        """rendezvous: path of a file that all ranks see and nothing else uses."""
         self.rank = rank
         self.world = world
+        self._group = process_group(rank, world, rendezvous, interface, _IDLE) if world > 1 else None
 
     def tell(self, payload: bytes | None = None) -> bytes:
         """Rank 0 gives payload; every rank returns it."""
-        if self.world == 1:
+        if self._group is None:
             return payload or b""
         size = torch.tensor([len(payload or b"")], dtype=torch.int64)
-        dist.broadcast(size, src=0)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        if payload:
-            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        if len(data):
-            dist.broadcast(data, src=0)
+        self._broadcast(size)
+        data = (
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            if payload
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
+        self._broadcast(data)
         return payload if payload is not None else data.numpy().tobytes()
 
     def collect(self, payload: bytes) -> list[bytes]:
-        """Every rank gives payload; rank 0 returns all of them in rank order, the others an empty list."""
-        if self.world == 1:
+        """Every rank gives payload, not empty; rank 0 returns all of them in rank order, the others an empty list."""
+        if self._group is None:
             return [payload]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64))
-        longest = max(int(s) for s in sizes)
-        data = torch.zeros(longest, dtype=torch.uint8)
-        data[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)] if self.rank == 0 else None
-        dist.gather(data, parts, dst=0)
-        return [p[: int(s)].numpy().tobytes() for p, s in zip(parts, sizes, strict=True)] if parts else []
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        size = torch.tensor([len(data)], dtype=torch.int64)
+        if self.rank:
+            self._group.send([size], 0, 0).wait()
+            self._group.send([data], 0, 0).wait()
+            return []
+        parts = [payload]
+        for rank in range(1, self.world):
+            self._group.recv([size], rank, 0).wait()
+            part = torch.empty(int(size), dtype=torch.uint8)
+            self._group.recv([part], rank, 0).wait()
+            parts.append(part.numpy().tobytes())
+        return parts
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor], options).wait()

@@ -74,10 +74,9 @@ class TrainRank:
             case CallKind.LOAD_STATE:
                 engine.load(deployment, Path(args["folder"]), args["optimizer"])
             case CallKind.PUBLISH:
-                # One snapshot per node: its first rank writes it. Ranks hold the same weights.
-                if self._first_on_node:
-                    folder = Path(args["folder"]) if args["folder"] else None
-                    engine.publish(deployment, slab_of(args["slabs"][self._node]), folder)
+                # One snapshot per node: its first rank packs it. Ranks hold the same weights.
+                slab = slab_of(args["slabs"][self._node]) if self._first_on_node else None
+                engine.publish(deployment, slab, Path(args["folder"]) if args["folder"] else None)
             case other:
                 raise BadInput(f"a trainer does not execute {other}")
         return Answer(done=True, result=Result(content_type="application/json", body=b""))

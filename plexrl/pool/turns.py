@@ -6,12 +6,14 @@ Each gang has a mailbox whose items are done one after the other, so that a Paus
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 
 import msgspec
 
 from plexrl.pool import messages as m
 from plexrl.pool.core import Core
 from plexrl.pool.groups import Groups
+from plexrl.pool.layout import meta_of
 from plexrl.scheduler import Action, Build, Closed, Dropped, Pause, Run, Switch, Turn
 from plexrl.types import Call, CallKind, Moved, PlexrlError, records
 
@@ -116,8 +118,11 @@ class Turns:
         body: dict[str, object]
         headers = {}
         match call.kind:
-            case CallKind.SAVE_STATE | CallKind.LOAD_STATE:
-                body = {"path": work["path"], "type": "save_weights" if call.kind is CallKind.SAVE_STATE else None}
+            case CallKind.SAVE_STATE:
+                meta_of(Path(str(work["folder"]))).write_bytes(msgspec.json.encode(work["meta"]))
+                body = {"path": work["path"], "type": "save_weights"}
+            case CallKind.LOAD_STATE:
+                body = {"path": work["path"]}
             case CallKind.PUBLISH:
                 model = core.book.models[call.deployment]
                 created = model.created

@@ -13,25 +13,31 @@ from torch import Tensor
 TIMEOUT = timedelta(minutes=30)
 
 
+def process_group(
+    rank: int, world: int, rendezvous: str, interface: str, timeout: timedelta = TIMEOUT
+) -> dist.ProcessGroupGloo:
+    """A gloo group of its own. rendezvous: path of a file that all ranks see, used by this group alone.
+
+    interface: an address, host name or device name to listen on.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    where = (
+        {"interface": interface} if re.fullmatch(r"(lo|en|eth|ib|bond|br)\w*", interface) else {"hostname": interface}
+    )
+    options._devices = [dist.ProcessGroupGloo.create_device(**where)]
+    options._timeout = timeout
+    store = dist.PrefixStore("gang", dist.FileStore(rendezvous, world))
+    return dist.ProcessGroupGloo(store, rank, world, options)
+
+
 class Gang:
     """Collectives of the gang. A gang of one needs no group and no file. Tensors only: nothing is pickled."""
 
     def __init__(self, rank: int, world: int, rendezvous: str, interface: str) -> None:
-        """rendezvous: path of a file that all ranks see. interface: an address, host name or device name."""
+        """See process_group."""
         self.rank = rank
         self.world = world
-        self._group: dist.ProcessGroupGloo | None = None
-        if world > 1:
-            options = dist.ProcessGroupGloo._Options()
-            where = (
-                {"interface": interface}
-                if re.fullmatch(r"(lo|en|eth|ib|bond|br)\w*", interface)
-                else {"hostname": interface}
-            )
-            options._devices = [dist.ProcessGroupGloo.create_device(**where)]
-            options._timeout = TIMEOUT
-            store = dist.PrefixStore("gang", dist.FileStore(rendezvous, world))
-            self._group = dist.ProcessGroupGloo(store, rank, world, options)
+        self._group = process_group(rank, world, rendezvous, interface) if world > 1 else None
 
     def sum(self, tensor: Tensor) -> None:
         """Add up over ranks, in place; the same bits on every rank."""
