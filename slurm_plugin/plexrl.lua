@@ -187,6 +187,15 @@ local function remember(job, pool, gres, gpus)
 	job.admin_comment = given(job.admin_comment) and (job.admin_comment .. " " .. note) or note
 end
 
+-- Until the hook on the node says where the pool is, the job's programs have an address where nobody listens: on a node
+-- without the plugin they would otherwise go to a public endpoint with the user's own key.
+local function point_nowhere(job)
+	for _, kind in ipairs({ "TINKER", "OPENAI" }) do
+		job.environment[kind .. "_BASE_URL"] = "http://127.0.0.1:9/not-attached-to-a-plexrl-pool"
+		job.environment[kind .. "_API_KEY"] = "tml-not-attached"
+	end
+end
+
 -- The site's small table: what a GPU script says, and what that is for a job that needs CPUs only.
 -- { partition = {gpu = "cpu", ["*"] = "cpu"}, features = {h100 = ""}, qos = {..}, reservation = {..}, memory_mib = 16384 }
 local function map_fields(job, map)
@@ -242,6 +251,7 @@ local function submit(job, submit_uid, map)
 	one_node(job)
 	map_fields(job, map or {})
 	add_licence(job, pool)
+	point_nowhere(job)
 	remember(job, pool, gres, gpus)
 end
 

@@ -61,6 +61,7 @@ static struct {
 } site = { .uids_text = "", .deadline = 45 };
 
 static char *asked;		/* the option's argument; the last one wins, so the command line beats #SBATCH */
+static int lifeline[2] = { -1, -1 };
 
 /* An sbatch or srun that cannot be let through ends here, before anything is submitted. */
 static void __attribute__((noreturn, format(printf, 1, 2))) stop_command(const char *format, ...)
@@ -315,7 +316,7 @@ static void check_helper(void)
 }
 
 /* The child gets its three streams and the lifeline; whatever else slurmstepd had open, it does not. */
-static int only_these(posix_spawn_file_actions_t *actions, int lifeline, int out)
+static int only_these(posix_spawn_file_actions_t *actions, int life, int out)
 {
 	int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
 	DIR *fds = opendir("/proc/self/fd");
@@ -326,7 +327,7 @@ static int only_these(posix_spawn_file_actions_t *actions, int lifeline, int out
 		return errno;
 	if ((rc = posix_spawn_file_actions_adddup2(actions, null, STDIN_FILENO)) ||
 	    (rc = posix_spawn_file_actions_adddup2(actions, out, STDOUT_FILENO)) ||
-	    (rc = posix_spawn_file_actions_adddup2(actions, lifeline, LIFELINE_FD)))
+	    (rc = posix_spawn_file_actions_adddup2(actions, life, LIFELINE_FD)))
 		return rc;
 	while ((entry = readdir(fds))) {
 		int fd = atoi(entry->d_name);
@@ -352,7 +353,7 @@ static int high_pipe(int ends[2])
 	return ends[0] < 0 || ends[1] < 0 ? -1 : 0;
 }
 
-static pid_t spawn_helper(const char *pool, uint32_t job, uint32_t restart, int lifeline, int out)
+static pid_t spawn_helper(const char *pool, uint32_t job, uint32_t restart, int out)
 {
 	char fd_text[16], deadline[16], job_text[48], restart_text[48];
 	char *argv[16], *envp[] = { job_text, restart_text, "PATH=/usr/bin:/bin", "LANG=C.UTF-8", NULL };
@@ -390,7 +391,7 @@ static pid_t spawn_helper(const char *pool, uint32_t job, uint32_t restart, int 
 	if ((rc = posix_spawn_file_actions_init(&actions)) || (rc = posix_spawnattr_init(&attr)) ||
 	    (rc = posix_spawnattr_setsigmask(&attr, &none)) || (rc = posix_spawnattr_setsigdefault(&attr, &all)) ||
 	    (rc = posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF)) ||
-	    (rc = only_these(&actions, lifeline, out)) ||
+	    (rc = only_these(&actions, lifeline[0], out)) ||
 	    (rc = posix_spawn(&pid, site.helper, &actions, &attr, argv, envp)))
 		stop_task("cannot start the attach helper %s: %s", site.helper, strerror(rc));
 	return pid;
@@ -410,7 +411,7 @@ static void __attribute__((noreturn)) give_up(pid_t pid, const char *why)
 {
 	kill(pid, SIGKILL);
 	waitpid(pid, NULL, 0);
-	stop_task("the attach helper %s", why);	/* our exit closes the lifeline, which ends a proxy it may have left */
+	stop_task("the attach helper %s", why);	/* our end cuts the lifeline, and so ends a proxy it may have left */
 }
 
 /* Reads all that the helper prints and its good end, or does not return. */
@@ -506,7 +507,7 @@ static void attach(spank_t sp, const char *pool, uint32_t job)
 {
 	static char text[OUTPUT_MAX + 1];
 	char job_text[16];
-	int lifeline[2], out[2];
+	int out[2];
 	pid_t pid;
 
 	if (site.error)
@@ -514,18 +515,14 @@ static void attach(spank_t sp, const char *pool, uint32_t job)
 	if (!valid_name(pool))
 		stop_task("invalid pool name '%.64s'", pool);
 	check_helper();
-	if (high_pipe(lifeline) || high_pipe(out))
+	if (lifeline[0] < 0 || high_pipe(out))
 		stop_task("no pipe for the attach helper: %s", strerror(errno));
-	pid = spawn_helper(pool, job, restart_count(sp), lifeline[0], out[1]);
-	close(lifeline[0]);
+	pid = spawn_helper(pool, job, restart_count(sp), out[1]);
 	close(out[1]);
 	hear_helper(pid, out[0], text);
 	close(out[0]);
 	set_variables(sp, text);
 
-	/* The script inherits the write end: when it and all its children are gone, the proxy sees the end of file. */
-	if (fcntl(lifeline[1], F_SETFD, 0))
-		stop_task("cannot keep the lifeline: %s", strerror(errno));
 	snprintf(job_text, sizeof(job_text), "%u", job);
 	if (spank_setenv(sp, ATTACHED, job_text, 1) != ESPANK_SUCCESS)
 		stop_task("cannot mark the job as attached");
@@ -563,17 +560,51 @@ static void restore_variables(spank_t sp)
 	}
 }
 
+/* The pool that this job asked for: 22.05 runs no callback here under --export=NONE, but what sbatch recorded is there. */
+static const char *pool_of(spank_t sp)
+{
+	static char recorded[256];
+
+	if (!asked && spank_getenv(sp, ASKED, recorded, sizeof(recorded)) != ESPANK_ENV_NOEXIST)
+		return recorded;
+	return asked;
+}
+
+/*
+ * slurmstepd itself holds the lifeline's write end, and nobody else after the task's exec: the proxy, which has the read
+ * end, lives exactly as long as the batch step, whatever the script closes (csh closes all it inherits) or leaves running.
+ */
+int slurm_spank_user_init(spank_t sp, int ac, char **av)
+{
+	uint32_t step;
+
+	(void) ac;
+	(void) av;
+	if (pool_of(sp) && spank_get_item(sp, S_JOB_STEPID, &step) == ESPANK_SUCCESS && step == SLURM_BATCH_SCRIPT &&
+	    high_pipe(lifeline))
+		slurm_error("plexrl: no lifeline: %s", strerror(errno));	/* task_init ends the task for want of it */
+	return ESPANK_SUCCESS;
+}
+
+int slurm_spank_task_exit(spank_t sp, int ac, char **av)
+{
+	(void) sp;
+	(void) ac;
+	(void) av;
+	if (lifeline[1] >= 0)
+		close(lifeline[1]);
+	lifeline[1] = -1;
+	return ESPANK_SUCCESS;
+}
+
 int slurm_spank_task_init(spank_t sp, int ac, char **av)
 {
-	char recorded[256] = "", marker[16] = "", job_text[16];
-	const char *pool = asked;
+	char marker[16] = "", job_text[16];
+	const char *pool = pool_of(sp);
 	uint32_t job, step;
 
 	(void) ac;
 	(void) av;
-	/* 22.05 runs no callback here under --export=NONE; what sbatch recorded is there all the same. */
-	if (!pool && spank_getenv(sp, ASKED, recorded, sizeof(recorded)) != ESPANK_ENV_NOEXIST)
-		pool = recorded;
 	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS || spank_get_item(sp, S_JOB_STEPID, &step) != ESPANK_SUCCESS) {
 		if (pool)
 			stop_task("Slurm does not say which job this is");

@@ -49,7 +49,7 @@ class Door:
         for path in (self.seen, self.out):
             path.mkdir()
             path.chmod(0o1777)
-        # For sbatch only, which knows the names of GRES from its own slurm.conf: those that a test's site would have too.
+        # For sbatch only, which takes the names of GRES from its own slurm.conf: those that other sites have.
         conf = (self.etc / "slurm.conf").read_text()
         (folder / "slurm.conf").write_text(conf.replace("GresTypes=gpu", "GresTypes=gpu,lscratch,fpga,shard,mps"))
         self.more_gres = {"SLURM_CONF": str(folder / "slurm.conf")}
@@ -87,7 +87,7 @@ class Door:
         self._write(self.etc / "plugstack.conf", f"optional {self.plugin} {line}\n")
 
     def write_site_lua(self, rules: str = "", table: str = "nil", after: str = "") -> None:
-        """job_submit.lua from the shipped example. rules, after: the site's own, around ours; table: the fourth argument."""
+        """job_submit.lua from the shipped example; rules, after: the site's own around ours; table: fourth argument."""
         text = (PLUGIN_SOURCE / "job_submit.lua.example").read_text()
         text = text.replace("/usr/share/plexrl/plexrl.lua", str(self.module))
         text = text.replace("(the site's rules come first)", f"\n{rules}\n")

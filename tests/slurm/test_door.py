@@ -1,9 +1,10 @@
-"""The door on a real Slurm: `--plexrl-pool` attaches, or the job does not run. A fake helper stands for the real one."""
+"""The door on a real Slurm: `--plexrl-pool` attaches, or the job does not run. The attach helper is a fake one."""
 
 import os
 import pwd
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -99,11 +100,12 @@ def test_many_tasks_and_steps_attach_once(door: Door):
 
 
 def test_export_none(door: Door):
-    script = "env; srun /usr/bin/env | sed s/^/step-/; srun --export=ALL /usr/bin/env | sed s/^/all-/; srun --export=X=1 /usr/bin/env | sed s/^/list-/"
+    steps = {"step-": "", "all-": "--export=ALL", "list-": "--export=X=1"}
+    script = "env; " + "; ".join(f"srun {how} /usr/bin/env | sed s/^/{prefix}/" for prefix, how in steps.items())
     job = door.run(POOL, "--gres=gpu:1", "--export=NONE", script=script, env={"OUTSIDE": "1"})
     env = job.environment
     assert job.show()["JobState"] == "COMPLETED" and "OUTSIDE" not in env, job.output
-    for prefix in ("", "step-", "all-", "list-"):
+    for prefix in ("", *steps):
         assert env[f"{prefix}TINKER_BASE_URL"] == "http://127.0.0.1:4711", prefix
         assert env[f"{prefix}OPENAI_API_KEY"] == "tml-secret" and env[f"{prefix}CUDA_VISIBLE_DEVICES"] == "", prefix
 
@@ -126,7 +128,8 @@ def test_the_helper_gets_what_it_needs_and_nothing_else(door: Door):
     door.write_plugstack(pool_uids="0,991", munge_socket="/some/socket", deadline="7")
     job = door.run(POOL, env={"LD_PRELOAD": "", "PYTHONPATH": "/tmp", "TINKER_API_KEY": "mine"})
     lines = (door.seen / f"{job.number}.helper").read_text().splitlines()
-    words = f"--registry {door.registry} --pool demo --pool-uids 0,991 --munge-socket /some/socket --lifeline 3 --deadline 7"
+    words = f"--registry {door.registry} --pool demo --pool-uids 0,991"
+    words += " --munge-socket /some/socket --lifeline 3 --deadline 7"
     assert lines[: len(words.split())] == words.split()
     variables = {line.split("=")[0] for line in lines if re.match(r"\w+=", line)} - {"PWD", "SHLVL", "_", "uid"}
     assert variables == {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PATH", "LANG"}
@@ -144,8 +147,10 @@ def test_a_requeued_job_attaches_again(door: Door):
     seen.unlink()
     door.cluster.run("root", ["scontrol", "requeue", str(job.number)])
     assert ends(first)
-    job.wait("PENDING")
-    door.cluster.run("root", ["scontrol", "update", f"jobid={job.number}", "StartTime=now"])
+    until = time.monotonic() + 30
+    while not seen.exists() and time.monotonic() < until:  # Slurm puts a requeued job off by two minutes
+        time.sleep(0.5)
+        door.cluster.run("root", ["scontrol", "update", f"jobid={job.number}", "StartTime=now"], check=False)
     assert "SLURM_RESTART_COUNT=1" in job.wait_for(seen)
     assert job.wait().output.count("again=tml-secret") == 1  # the second run's output replaces the first's
 
@@ -206,6 +211,25 @@ def test_the_sites_table(door: Door):
 def test_the_proxy_ends_with_the_script(door: Door):
     job = door.run(POOL, script="sleep 0.5")
     assert ends(job.proxy)
+
+
+def test_the_proxy_lives_as_long_as_the_script_whatever_it_does(door: Door):
+    script = f"""for n in $(ls /proc/$$/fd); do [ $n -gt 2 -a $n -lt 255 ] && eval "exec $n>&-"; done
+        setsid sleep 30 </dev/null >/dev/null 2>&1 &
+        echo $! > {door.seen}/$SLURM_JOB_ID.left
+        sleep 1
+        kill -0 $(cat {door.seen}/$SLURM_JOB_ID.proxy) && echo alive"""
+    job = door.run(POOL, script=script)
+    assert job.output == "alive\n" and ends(job.proxy)
+    os.kill(int((door.seen / f"{job.number}.left").read_text()), 9)  # linuxproc lets it live
+
+
+def test_the_proxy_ends_with_a_killed_slurmstepd(door: Door):
+    job = door.job(door.submit(POOL, script=f"echo $PPID > {door.seen}/$SLURM_JOB_ID.step; exec sleep 100"))
+    slurmstepd = int(job.wait_for(door.seen / f"{job.number}.step"))
+    os.kill(slurmstepd, 9)
+    assert ends(job.proxy)
+    door.cluster.run("root", ["scancel", str(job.number)])
 
 
 def test_no_orphan_after_scancel(door: Door):
@@ -316,6 +340,17 @@ def test_a_plugstack_line_that_is_wrong_on_the_node(door: Door):
     not_started(job.wait(), "helper= is not an absolute path")
     other = door.run(script="echo SCRIPT-RAN")
     assert other.output == "SCRIPT-RAN\n"
+
+
+def test_a_node_without_the_plugin_sends_nobody_to_a_public_endpoint(door: Door):
+    job = door.job(door.submit(POOL, "--hold", script="env", env={"OPENAI_API_KEY": "sk-mine"}))
+    (door.etc / "plugstack.conf").write_text("")
+    door.cluster.run("root", ["scontrol", "release", str(job.number)])
+    env = job.wait().environment
+    for kind in ("TINKER", "OPENAI"):
+        assert (
+            env[f"{kind}_BASE_URL"].startswith("http://127.0.0.1:9/") and env[f"{kind}_API_KEY"] == "tml-not-attached"
+        )
 
 
 # ---- refusals in sbatch: nothing is submitted ----
