@@ -120,6 +120,10 @@ class Slurm(Protocol):
         """Admin levels and coordinators, as far as this user may see them."""
         ...
 
+    def licenses(self) -> dict[str, int]:
+        """The site's licences and how many there are of each, free or not."""
+        ...
+
     def hold_licenses(self, reservation: str, user: str, licenses: Mapping[str, int]) -> None:
         """Keep licences from everybody but `user` by a licence-only reservation: jobs that ask for them stay PENDING.
 

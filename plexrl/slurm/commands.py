@@ -119,6 +119,11 @@ class SlurmCommands:
             for name, level, accounts in rows
         ]
 
+    def licenses(self) -> dict[str, int]:
+        output = self._call("scontrol", "--oneliner", "show", "licenses")
+        found = re.findall(r"^LicenseName=(\S+)\s+Total=(\d+)", output, re.MULTILINE)
+        return {name: int(total) for name, total in found}
+
     def hold_licenses(self, reservation: str, user: str, licenses: Mapping[str, int]) -> None:
         wanted = ",".join(f"{name}:{count}" for name, count in licenses.items())
         command = ["scontrol", "create", "reservation", f"reservationname={reservation}", "starttime=now"]
