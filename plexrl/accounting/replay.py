@@ -31,11 +31,11 @@ class Replay(Struct, frozen=True):
         return self.gpus * self.wall_us
 
 
-def colocated(trace: Trace, device_bytes: int) -> Replay:
+def colocated(trace: Trace, device_bytes: int | None) -> Replay:
     """Trainer and samplers take turns on the larger of them. device_bytes: of one GPU; when they do not fit beside each
-    other, each hand-over costs the measured time to move the one in and the other out."""
+    other, each hand-over costs the measured time to move the one in and the other out. None: they fit."""
     needs = list(trace.needs.values())
-    fits = sum(need.device_bytes for need in needs) <= device_bytes
+    fits = device_bytes is None or sum(need.device_bytes for need in needs) <= device_bytes
     stations = [_Station(needs, fits)] if needs else []
     return _run(trace, stations, max((need.gpus for need in needs), default=0))
 

@@ -19,6 +19,7 @@ class Step(Struct):
     group: str
     seen: int
     think_us: int
+    accepted_us: int
     service_us: int = 0
     ended: bool = False
 
@@ -45,9 +46,11 @@ class Need(Struct):
 
 
 class Trace(Struct):
-    """One logical job. delivered: (id, unix us), results in the order in which they were given to the job.
+    """One logical job. delivered: (unix us, id), results in the order in which they were given to the job.
 
-    ended_us: its end, or the moment up to which is counted. running: it has not ended by then.
+    ended_us: when its last session was closed, else when its end was noticed, else the moment up to which is counted.
+    running: it has not ended by then. tail_us: from its last result to its end. waited_us: sum over `calls` calls of
+    the time from acceptance to the end that they did not run.
     """
 
     job: str
@@ -57,12 +60,13 @@ class Trace(Struct):
     steps: list[Step] = field(default_factory=list)
     delivered: list[tuple[int, str]] = field(default_factory=list)
     needs: dict[str, Need] = field(default_factory=dict)
-    outages_us: int = 0
     tail_us: int = 0
+    calls: int = 0
+    waited_us: int = 0
 
 
 def traces(records: Iterable[r.Record], until_us: int) -> dict[str, Trace]:
-    """The trace of every job that attached. Records in the order in which they were written."""
+    """The trace of every job that attached. Records up to until_us, in the order in which they were written."""
     reader = _Reader(until_us)
     for record in records:
         reader.take(record)
@@ -80,6 +84,8 @@ class _Reader:
         self._building: dict[str, tuple[int, int]] = {}  # gang -> its first unbroken switch
         self._moves: dict[tuple[str, bool], list[int]] = {}  # (gang, incoming) -> microseconds
         self._outages: list[tuple[int, int]] = []
+        self._sessions: dict[str, str] = {}  # open session -> job
+        self._closed: dict[str, int] = {}  # job -> when its last session was closed
         self._last_us = 0
         self._ran = False
 
@@ -93,7 +99,13 @@ class _Reader:
                 self._jobs.setdefault(record.job, Trace(record.job, record, self._until_us))
             case r.JobEnded() if record.job in self._jobs:
                 trace = self._jobs[record.job]
-                trace.ended_us, trace.running = record.now_us, False
+                silent = trace.job in self._sessions.values()
+                trace.ended_us = record.now_us if silent else self._closed.get(trace.job, record.now_us)
+                trace.running = False
+            case r.SessionOpened():
+                self._sessions[record.session] = record.job
+            case r.SessionEnded() if record.session in self._sessions:
+                self._closed[self._sessions.pop(record.session)] = record.now_us
             case r.GroupPlaced():
                 self._placed[record.spec.group] = record
             case r.ModelCreated():
@@ -105,6 +117,8 @@ class _Reader:
                 trace, step = self._steps[record.id]
                 step.service_us, step.ended = record.cpu_us, True
                 if record.gang:
+                    trace.calls += 1
+                    trace.waited_us += max(0, record.now_us - step.accepted_us - record.wall_us)
                     self._used.setdefault((trace.job, step.group), set()).add(record.gang)
             case r.Delivered():
                 self._deliver(record.id, record.now_us)
@@ -121,7 +135,7 @@ class _Reader:
     def _step(self, job: str, id: str, group: str, now_us: int) -> None:
         trace = self._jobs.get(job)
         if trace and group in self._placed and id not in self._steps:
-            step = Step(id, group, len(trace.delivered), self._think(trace, now_us))
+            step = Step(id, group, len(trace.delivered), self._think(trace, now_us), now_us)
             trace.steps.append(step)
             self._steps[id] = trace, step
 
@@ -140,7 +154,6 @@ class _Reader:
 
     def close(self) -> dict[str, Trace]:
         for trace in self._jobs.values():
-            trace.outages_us = self._down(trace.attached.now_us, trace.ended_us)
             waits = any(not step.ended for step in trace.steps)
             trace.tail_us = 0 if waits else self._think(trace, trace.ended_us)
             trace.steps = [step for step in trace.steps if step.ended]

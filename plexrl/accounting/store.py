@@ -1,0 +1,135 @@
+"""The reports' store: what the head publishes and users read, also after the pool has ended. No head is asked.
+
+A directory per pool: `pool.bin` is the whole, for the pool's account and root; `uid-<UID>.bin` holds one user's own jobs
+and the pool's sums. Files belong to the pool's account, 0600; an ACL lets that one user read theirs, so it is the kernel
+and no filter that keeps users apart.
+"""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from plexrl.accounting.acl import let_read
+from plexrl.accounting.ledger import Ledger, read, repair
+from plexrl.accounting.published import Published, compute, for_user
+from plexrl.pool.intervals import read_intervals
+from plexrl.pool.layout import Layout
+from plexrl.types import BadInput, Unavailable
+
+__all__ = ["Ledger", "Publisher", "Store", "reports_of"]
+
+_MAGIC = b"plexrl report 1\n"
+_WHOLE = "pool.bin"
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Published).decode
+
+
+def reports_of(registry: str | os.PathLike[str], pool: str) -> Path:
+    """Where a pool's reports are: `reports/<pool>` beside the registry."""
+    return Path(registry).absolute().parent / "reports" / pool
+
+
+class Publisher:
+    """The writing end, for the account that the pool runs as. folder: the pool's own, made when it is missing.
+
+    device_bytes: of one GPU, so that the baseline knows whether trainer and sampler fit beside each other; None: as
+    published before, else they are taken to fit (the smaller baseline).
+    """
+
+    def __init__(self, layout: Layout, folder: str | os.PathLike[str], device_bytes: int | None = None) -> None:
+        self._layout = layout
+        self._folder = Path(folder)
+        self._device_bytes = device_bytes
+        try:
+            for missing in (self._folder.parent, self._folder):
+                if not missing.exists():
+                    missing.mkdir(mode=0o755, parents=True)
+                    missing.chmod(0o755)  # whatever the umask
+        except OSError as error:
+            uid = os.geteuid()
+            raise Unavailable(
+                f"the folder of the reports, {self._folder}, cannot be made ({error.strerror})",
+                f"Have the admin run: install -d -o {uid} -m 0755 {self._folder}",
+            ) from error
+
+    def repair(self) -> None:
+        """Take from the journal what a killed head had not written to the ledger. Only while no head runs."""
+        if self._layout.ledger.is_dir():
+            repair(self._layout.ledger, self._layout.journal)
+
+    def publish(self, now_us: int) -> Published:
+        """Bring all reports up to date. Reads ledger and intervals from disk, so a thread may do it."""
+        if self._device_bytes is None:
+            before = _load(self._folder / _WHOLE, frozenset((os.geteuid(), 0)))
+            self._device_bytes = before.device_bytes if before else None
+        records, intervals = read(self._layout.ledger), read_intervals(self._layout.agents)
+        whole = compute(records, intervals, now_us, self._device_bytes)
+        self._write(_WHOLE, whole, None)
+        for uid in sorted({job.uid for job in whole.jobs}):
+            self._write(f"uid-{uid}.bin", for_user(whole, uid), uid)
+        return whole
+
+    def _write(self, name: str, published: Published, uid: int | None) -> None:
+        fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=self._folder)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                if uid is not None:
+                    let_read(fd, uid, str(self._folder))
+                file.write(_MAGIC + _encode(published))
+            os.rename(temporary, self._folder / name)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+class Store:
+    """The reading end. owner_uid: the account that the pool was declared for; only its files and root's are believed."""
+
+    def __init__(self, folder: str | os.PathLike[str], owner_uid: int) -> None:
+        self._folder = Path(folder)
+        self._trusted = frozenset((owner_uid, 0))
+
+    def read(self) -> Published:
+        """The whole where this process may read it, else the part of its user.
+
+        Raises Unavailable when nothing was published that it may read, BadInput for a file that is not believed.
+        """
+        uid = os.geteuid()
+        for name in (_WHOLE, f"uid-{uid}.bin"):
+            try:
+                found = _load(self._folder / name, self._trusted)
+            except PermissionError:
+                continue
+            if found is not None:
+                return found
+        raise Unavailable(
+            f"{self._folder} has no report that uid {uid} may read",
+            "A pool publishes one to each user whose job has attached to it, within a minute",
+        )
+
+
+def _load(path: Path, trusted: frozenset[int]) -> Published | None:
+    """None when there is no such file. Raises PermissionError where the kernel says so."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise BadInput(f"{path} cannot be opened ({error.strerror})", "It must be a plain file and no link") from error
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        # With an ACL the group bits show its mask, which is read only.
+        if status.st_uid not in trusted or status.st_mode & 0o022 or not stat.S_ISREG(status.st_mode):
+            raise BadInput(f"{path} was not written by the pool (owner uid {status.st_uid})", "Remove it")
+        data = file.read()
+    if not data.startswith(_MAGIC):
+        raise BadInput(f"{path} is no report of this version of plexrl", "Read it with the version that wrote it")
+    try:
+        return _decode(data[len(_MAGIC) :])
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"{path} is damaged: {error}", "It is written anew when the pool runs") from error
