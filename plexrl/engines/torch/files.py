@@ -26,7 +26,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torc
 def replacing(folder: Path):
     """A temporary folder beside `folder` that takes its place at the end; on any error the old one stays as it is.
 
-    Raises DoesNotFit when the disk is full.
+    Raises DoesNotFit when the disk is full, or a quota or file size limit reached.
     """
     work: Path | None = None
     try:
@@ -48,8 +48,11 @@ def replacing(folder: Path):
             os.rename(work, folder)
         _sync(folder.parent)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DoesNotFit(f"the disk is full: nothing was saved to {folder}", "Free space and save again") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DoesNotFit(
+                f"the disk is full or a size limit reached ({error.strerror}): nothing was saved to {folder}",
+                "Free space and save again",
+            ) from error
         raise PlexrlError(f"cannot save to {folder}: {error}") from error
     finally:
         if work is not None:

@@ -147,7 +147,7 @@ class _Adapted(torch.autograd.Function):
         ctx.save_for_backward(flat, weight, down, up, inner)
         ctx.scale = scale
         ctx.shape = x.shape
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -39,7 +39,7 @@ def token_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, need: Tenso
     out = torch.empty(targets.shape, dtype=torch.float32)
     rest = torch.arange(len(hidden)) if need is None else torch.nonzero(~need)[:, 0]
     with torch.no_grad():
-        for rows in rest.split(CHUNK):
+        for rows in rest.split(CHUNK) if len(rest) else ():
             logits = head(hidden[rows]).float()
             out[rows] = logits.gather(1, targets[rows]) - torch.logsumexp(logits, -1, keepdim=True)
     if need is None or len(rest) == len(hidden):
