@@ -8,10 +8,10 @@ from plexrl.scheduler.gang import GangState
 from plexrl.types import Residency
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.scheduler import Scheduler
+    from plexrl.scheduler.core import Core
 
 
-def explain(scheduler: Scheduler, name: str) -> str:
+def explain(scheduler: Core, name: str) -> str:
     """One line for a call; for a job one line per gang that serves its calls or that it owns."""
     if name in scheduler.calls:
         call, state = scheduler.calls[name]
@@ -24,7 +24,7 @@ def explain(scheduler: Scheduler, name: str) -> str:
     return "\n".join(_gang(scheduler, state) for _, state in sorted(states.items()))
 
 
-def _gang(scheduler: Scheduler, state: GangState) -> str:
+def _gang(scheduler: Core, state: GangState) -> str:
     has = f"gang {state.id} on {', '.join(state.gpus)} ({state.residency}; {len(state.active)} running, "
     has += f"{len(state.queue)} waiting calls)"
     turn = scheduler.turns.get(state.id)

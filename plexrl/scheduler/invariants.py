@@ -8,10 +8,10 @@ from plexrl.scheduler.turn import Phase
 from plexrl.types import Residency
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.scheduler import Scheduler
+    from plexrl.scheduler.core import Core
 
 
-def check(s: Scheduler) -> None:
+def check(s: Core) -> None:
     """Raises AssertionError naming the broken rule."""
     _turns(s)
     _memory(s)
@@ -20,7 +20,7 @@ def check(s: Scheduler) -> None:
     _spans(s)
 
 
-def _turns(s: Scheduler) -> None:
+def _turns(s: Core) -> None:
     for gpu, turn in s.held.items():
         assert s.turns.get(turn.state.id) is turn, f"rule 1: {gpu} is held by a turn that is over ({turn.state.id})"
     assert s.free == set(s.floor.gpus) - set(s.held), "rule 1: free and held GPUs are not the whole"
@@ -34,14 +34,13 @@ def _turns(s: Scheduler) -> None:
             idle = not state.active and not state.queue
             assert (turn.drained_us is not None) == idle, f"rule 10: {name} forgot since when it is drained"
             assert state.active or idle, f"rule 3: {name} is granted, has calls, and runs none"
-            waiters = s._waiters(turn)
-            if waiters and not s.draining:
-                expected = turn.ends_at(s.policy, waiters)
+            if not s.draining:
+                expected = turn.ends_at(s.policy, s._waiters(turn))
                 assert turn.deadline == expected, f"rule 10: {name} ends at {turn.deadline}, not at {expected}"
         assert turn.deadline is None or any(due[2] is turn for due in s._due), f"rule 10: nothing ends {name}"
 
 
-def _memory(s: Scheduler) -> None:
+def _memory(s: Core) -> None:
     for state in s.gangs.values():
         for gpu, extent in zip(state.gpus, state.gang.extents, strict=True):
             assert 0 <= extent.offset <= s.floor.gpus[gpu] - extent.size, f"rule 5: {state.id} is outside of {gpu}"
@@ -62,7 +61,7 @@ def _memory(s: Scheduler) -> None:
                 assert Residency.DEVICE not in pair, f"rule 5: {state.id} and {rival.id} overlap and both are resident"
 
 
-def _calls(s: Scheduler) -> None:
+def _calls(s: Core) -> None:
     total = 0
     for state in s.gangs.values():
         calls = [*state.active.values(), *state.queue.values()]
@@ -80,7 +79,7 @@ def _calls(s: Scheduler) -> None:
     assert s.cancelled <= set(s.calls), "rule 8: an ended call is still to be cancelled"
 
 
-def _line(s: Scheduler) -> None:
+def _line(s: Core) -> None:
     reserved: set[str] = set()
     for name in s.line:
         state = s.gangs[name]
@@ -94,7 +93,7 @@ def _line(s: Scheduler) -> None:
         assert waits == (state.eligible and state.id not in s.turns), f"rule 8: {state.id} is forgotten"
 
 
-def _spans(s: Scheduler) -> None:
+def _spans(s: Core) -> None:
     for gpu, (since, use) in s.meter.open.items():
         tiled = s.meter.total[gpu] + s.now - since
         assert tiled == s.now - s.meter.start_us, f"rule 11: the spans of {gpu} do not tile its time"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from plexrl.scheduler.gang import GangState
 from plexrl.scheduler.policy import Policy
@@ -60,23 +62,26 @@ class OpenTurn:
         elif call.kind in (CallKind.OPTIM_STEP, CallKind.LOAD_STATE):
             self.gradients.pop(call.deployment, None)
 
-    def hold_until(self, policy: Policy, waiters: list[GangState]) -> int:
+    def hold_until(self, policy: Policy, waiters: Iterable[GangState]) -> int:
         """Until when a drained turn is kept for the next call (rule 10). Only for a drained turn."""
         # Nobody's next call is awaited when it has come already, to another gang: one job alone hands itself over.
-        answered = bool(waiters) and all(waiter.job == self.job for waiter in waiters)
+        others = (waiter.job for waiter in waiters)
+        answered = next(others, None) == self.job and all(job == self.job for job in others)
         hold = self.drained_us + (0 if answered else policy.anticipation_us)
         if self.gradients:
             hold = max(hold, max(self.gradients.values()) + policy.gradient_anticipation_us)
         return hold
 
-    def ends_at(self, policy: Policy, waiters: list[GangState]) -> int | None:
+    def ends_at(self, policy: Policy, waiters: Iterable[GangState]) -> int | None:
         """When the turn must end, or be paused, for those who wait for its GPUs. None while nothing asks for it."""
-        if self.phase is not Phase.OPEN or not waiters:
+        waiters = iter(waiters)
+        first = next(waiters, None)
+        if self.phase is not Phase.OPEN or first is None:
             return None
         end = self.opened_us + max(policy.quantum_us, int(policy.min_turn_factor * self.switch_us))
         if self.gradients:
             # Its natural end is after optim_step, when no gradients need to move: give it the time to get there.
             end = max(end, min(end, max(self.gradients.values())) + policy.gradient_anticipation_us)
         if self.drained_us is not None:
-            end = min(end, self.hold_until(policy, waiters))
+            end = min(end, self.hold_until(policy, chain([first], waiters)))
         return end

@@ -57,11 +57,15 @@ class Executor:
         assert self.scheduler.wake_at() == self.scheduler.now
         self.tick()
         while build and not all(self.engines[gang.id].built for gang in placement.gangs):
-            self.answer(next(e for e in self.engines.values() if isinstance(e.order, Build)))
+            ordered = [engine for engine in self.engines.values() if isinstance(engine.order, Build)]
+            if ordered:
+                self.answer(ordered[0])
+            else:
+                self.wait(self.scheduler.wake_at() - self.now)
         return placement
 
     def submit(self, group: str, deployment: str, kind: CallKind, seq: int, job: str = "", units: int = 1) -> str:
-        """Submit a call; its id is `<deployment>:<seq>`."""
+        """Submit a call, perhaps once more after it was dropped; its id is `<deployment>:<seq>`."""
         call = Call(
             id=f"{deployment}:{seq}",
             kind=kind,
@@ -72,6 +76,8 @@ class Executor:
             units=units,
         )
         self.calls[call.id] = call
+        if self.ended.get(call.id) == "dropped":
+            del self.ended[call.id]
         self.do(self.scheduler.submit(self.now, call))
         return call.id
 
