@@ -28,7 +28,7 @@ _DOWN = (
 
 _JOB_FIELDS = (
     "JobID State UserID UserName Account RestartCnt StartTime tres-alloc Licenses NodeList Partition Reason "
-    "AdminComment"
+    "admin_comment"
 ).split()
 _QUEUE_STATES = "PENDING,RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STAGE_OUT,SIGNALING,STOPPED"
 _SACCT_FIELDS = "JobIDRaw State User Account AllocTRES Start End ElapsedRaw NodeList AdminComment".split()
@@ -70,7 +70,10 @@ class SlurmCommands:
         done = self._try(*command, f"--Format={fields}")
         if done.returncode and _NO_JOB in done.stderr:
             return {}
-        rows = _rows(self._checked(command, done), token, len(_JOB_FIELDS))
+        output = self._checked(command, done)
+        if "Invalid job format" in done.stderr:  # squeue goes on without the field, and ends with 0
+            raise Unavailable(f"This Slurm's squeue lacks a field: {done.stderr.strip()}", "See squeue --helpformat")
+        rows = _rows(output, token, len(_JOB_FIELDS))
         found = [_job_info(row) for row in rows]
         return {job.id: job for job in found if job.id in ids}
 
