@@ -105,7 +105,7 @@ local function refuse_unhandled(job)
 	if given(job.tres_per_socket) then
 		refuse("--gpus-per-socket" .. instead)
 	end
-	if mentions_gpu(job.tres_per_task) then
+	if mentions_gpu(job.tres_per_task) or (job.tres_per_task or ""):find("gres", 1, true) then
 		refuse("--gpus-per-task or --tres-per-task with a GPU" .. instead)
 	end
 	if given(job.cpus_per_tres) then
