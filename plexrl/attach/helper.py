@@ -7,6 +7,7 @@ lines. On any failure it prints nothing there, the reason on stderr, and exits 7
 import argparse
 import os
 import sys
+import traceback
 
 from plexrl.attach import launch
 from plexrl.attach.settings import Settings
@@ -21,6 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
         lines = attach(_parser().parse_args(arguments))
     except PlexrlError as error:
         print(f"plexrl: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except Exception:
+        traceback.print_exc()
+        print("plexrl: the helper failed, see above", file=sys.stderr)
         return EXIT_CONFIG
     print("\n".join(f"{name}={value}" for name, value in lines.items()), flush=True)
     return 0

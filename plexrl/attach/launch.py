@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from plexrl.attach.settings import Settings
-from plexrl.types import PlexrlError, Unavailable
+from plexrl.types import BadInput, PlexrlError, Unavailable
 
 # The proxy's own deadline comes first, because it knows what it waited for.
 _MARGIN_S = 3.0
@@ -35,6 +35,10 @@ def new_secret() -> str:
 
 def start(settings: Settings, deadline: float) -> Started:
     """Start the proxy. Raises PlexrlError with the reason when it is not admitted in deadline seconds."""
+    try:
+        os.fstat(settings.lifeline)
+    except OSError as error:
+        raise BadInput(f"lifeline {settings.lifeline} is not open", "Hand down the read end of a pipe") from error
     settings = msgspec.structs.replace(settings, deadline=max(deadline - _MARGIN_S, deadline / 2))
     ends = time.monotonic() + deadline
     process = subprocess.Popen(
