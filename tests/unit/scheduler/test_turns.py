@@ -176,6 +176,26 @@ def test_a_preempted_gang_goes_to_the_back_although_its_calls_are_older():
     assert order == ["a/0", "b/0", "c/0"] * 2
 
 
+def test_first_come_first_served_by_the_oldest_eligible_call():
+    ex = pool()
+    for name in "abcd":
+        ex.place(name, Role.TRAIN, name, 1024)
+    for name in "dcba":
+        ex.submit(name, name, FB, 1)
+    ex.submit("a", "a", FB, 2)
+    ex.submit("c", "c", FB, 2)
+    ex.do(ex.scheduler.cancel(ex.now, "c:1"))  # its place in line goes with it
+    order = []
+    for _ in range(4):
+        serve(ex)
+        order.append(ex.started[-1])
+        ex.finish(order[-1])
+        ex.wait(2 * S)
+    assert order == ["d:1", "b:1", "a:1", "a:2"]
+    serve(ex)
+    assert ex.started[-1] == "c:2"
+
+
 def test_a_waiting_older_gang_reserves_its_gpus_against_younger_ones():
     ex = pool(2)
     for name, gpus in [("both", 2), ("left", 1), ("right", 1), ("young", 1)]:
