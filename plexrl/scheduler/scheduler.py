@@ -128,8 +128,8 @@ class Scheduler(Core):
     def lost(self, now: int, gang: str) -> list[Action]:
         """A rank of the gang died: its calls are dropped, its turn ends, its device state is gone until `rebuild`.
 
-        Victims of its switch under way count as neither usable nor gone until a later Switch names them. After `rebuild`
-        no answer of the old engine may be passed on: it would be taken for the new one's.
+        Victims of its switch under way count as neither usable nor gone until a later Switch names them. After
+        `rebuild` no answer of the old engine may be passed on: it would be taken for the new one's.
         """
         self._at(now)
         if gang in self.gangs:
