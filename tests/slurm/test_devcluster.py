@@ -6,38 +6,13 @@ import pwd
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from plexrl.slurm.devcluster import DEFAULT_DIR, SERVICE, Cluster
 from plexrl.types import BadInput, DoesNotFit, Unavailable
-
-
-def until(what: Callable[[], object], seconds: float = 30.0) -> object:
-    """The first true answer of `what`."""
-    deadline = time.monotonic() + seconds
-    while not (answer := what()):
-        assert time.monotonic() < deadline, f"still {answer!r}"
-        time.sleep(0.1)
-    return answer
-
-
-def sbatch(cluster: Cluster, user: str, script: str, *options: str) -> int:
-    done = cluster.run(user, ["sbatch", "--parsable", "--output=%j.out", *options], stdin=f"#!/bin/bash\n{script}\n")
-    return int(done.stdout)
-
-
-def finished(cluster: Cluster, job: int) -> str:
-    """Wait for the end of a job, expect success, return its output."""
-    slurm = cluster.slurm()
-    until(lambda: slurm.job(job).state in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"))
-    found = slurm.job(job)
-    output = cluster.directory / "home" / found.user / f"{job}.out"
-    assert found.state == "COMPLETED", (found, output.read_text())
-    return output.read_text()
+from tests.slurm.jobs import finished, sbatch, until
 
 
 @pytest.fixture
@@ -181,13 +156,24 @@ def test_a_daemon_that_dies_takes_back_the_whole_up(installed: None, monkeypatch
     assert not other.directory.exists() and not naming(other.directory)
 
 
+def test_status_of_what_is_not_there_and_of_what_only_root_may_do(cluster: Cluster):
+    assert Cluster("/var/tmp/plexrl-test-absent").status().state == "absent"
+    for verb in ("up", "down"):
+        done = cluster.run("bob", ["plexrl", "devcluster", verb, "--dir", str(cluster.directory)], check=False)
+        assert done.returncode == 2 and "Run it as root" in done.stderr
+    asked = cluster.run("bob", ["plexrl", "devcluster", "status", "--json", "--dir", str(cluster.directory)])
+    assert json.loads(asked.stdout)["state"] == "up"
+
+
 def test_down_ends_jobs_and_orphans_and_nobody_else(cluster: Cluster, installed: None):
     """A cluster of its own: the detached child of a job outlives it under proctrack/linuxproc, but not the cluster."""
     other = Cluster(f"/var/tmp/plexrl-test-down-{os.getpid()}")
     detached, stubborn, foreign = (str(1_000_000 + 10 * os.getpid() + index) for index in range(3))
     bystander = subprocess.Popen(["/bin/sleep", foreign])
     try:
+        mask = os.umask(0o077)
         other.up(nodes=1, gpus_per_node=1)
+        assert os.umask(mask) == 0o077
         sbatch(other, "alice", f"trap '' TERM\nsetsid env -i /bin/sleep {detached} & sleep 1; sleep {stubborn}")
         until(lambda: sleeping(detached) and sleeping(stubborn))
         # A pid of ours that went to another process meanwhile is not ours any more.

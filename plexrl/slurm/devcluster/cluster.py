@@ -68,11 +68,16 @@ class Cluster:
         """The socket of the cluster's own munged."""
         return self.directory / "run" / "munge.socket"
 
+    @property
+    def slurm_conf(self) -> Path:
+        """What SLURM_CONF has to be."""
+        return self.directory / "etc" / "slurm.conf"
+
     def env(self) -> dict[str, str]:
-        """The environment in which Slurm's and PlexRL's commands talk to this cluster."""
+        """The environment in which Slurm's and PlexRL's commands talk to this cluster, once it has been up."""
         return {
             "PATH": f"{self.opt}/bin:{self.opt}/venv/bin:{_SYSTEM_PATH}",
-            "SLURM_CONF": str(self.directory / "etc" / "slurm.conf"),
+            "SLURM_CONF": str(self.slurm_conf),
             "PLEXRL_REGISTRY": str(self.registry),
             "PLEXRL_MUNGE_SOCKET": str(self.munge_socket),
             "PLEXRL_POOL_UIDS": f"0,{pwd.getpwnam(people.SERVICE).pw_uid}",
@@ -129,6 +134,7 @@ class Cluster:
         """
         place.check(self.directory, nodes, gpus_per_node)
         packages.ensure()
+        mask = os.umask(0o022)  # other users must be able to read it, whatever this one's habits are
         new = not self.directory.exists()
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         made_users: list[str] = []
@@ -142,6 +148,8 @@ class Cluster:
                 self.down(purge=True)
             people.remove_os_users(made_users)
             raise
+        finally:
+            os.umask(mask)
         return self.status()
 
     def _adopt(self) -> State:
@@ -190,6 +198,7 @@ class Cluster:
         """
         if not self.directory.exists():
             return
+        place.check_root()
         with self._lock():
             state = self._load()
             if state is None and any(self.directory.iterdir()):
@@ -215,7 +224,7 @@ class Cluster:
             gpus_per_node=state.gpus_per_node,
             daemons={process.name: process.pid if process.alive() else None for process in state.started},
             node_states=self._node_states() if word in ("up", "partial") else {},
-            slurm_conf=self.env()["SLURM_CONF"],
+            slurm_conf=str(self.slurm_conf),
             loopback_only=configs.answers_on_loopback(),
         )
 

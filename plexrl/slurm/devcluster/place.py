@@ -12,13 +12,18 @@ DEFAULT_DIR = Path("/var/tmp/plexrl-devcluster")
 _LONGEST_DIR = 80
 
 
-def check(directory: Path, nodes: int, gpus_per_node: int) -> None:
-    """Raise BadInput or DoesNotFit, naming the mend, when a cluster of this shape cannot live in `directory`."""
+def check_root() -> None:
+    """Raise BadInput unless this is root."""
     if os.geteuid() != 0:
         raise BadInput(
             "A development cluster runs jobs under several users and makes device nodes, which only root may do",
             "Run it as root (a container will do); everything that needs no Slurm works without",
         )
+
+
+def check(directory: Path, nodes: int, gpus_per_node: int) -> None:
+    """Raise BadInput or DoesNotFit, naming the mend, when a cluster of this shape cannot live in `directory`."""
+    check_root()
     if nodes < 1 or gpus_per_node < 0:
         raise BadInput(f"{nodes} nodes with {gpus_per_node} GPUs each are no cluster", "Ask for at least one node")
     cores = len(os.sched_getaffinity(0))
