@@ -224,7 +224,7 @@ def head(
     """The head of a pool."""
     import uvloop
 
-    from plexrl.accounting.store import Ledger, Publisher
+    from plexrl.accounting.ledger import Ledger, repair
     from plexrl.config import load
     from plexrl.gateway import TinkerGateway
     from plexrl.pool.admission import PrivateAdmission, SlurmAdmission
@@ -243,8 +243,8 @@ def head(
     job, start_us = _allocation(allocated_us)
     layout = Layout(config.state_dir)
     layout.make()
+    repair(layout.ledger, layout.journal)
     ledger = Ledger(layout.ledger)
-    publisher = Publisher(layout, Path(registry).parent / "reports" / name)
     life = _lifecycle(books)
 
     def admission(instance: str):
@@ -260,7 +260,7 @@ def head(
             TinkerGateway(config),
             admission,
             ledger.take,
-            publisher.publish,
+            lambda now_us: None,
             Allocation(
                 slurm_job=job, nodes=nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1")), allocated_us=start_us
             ),

@@ -8,8 +8,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
 from plexrl.pool.intervals import IntervalLog
 from plexrl.pool.layout import Layout
+from plexrl.pool.nursery import Nursery, rank_fds
 from plexrl.pool.peer import HeadLink
 from plexrl.types import PlexrlError, Slab
 from plexrl.wire.keys import Keys
@@ -45,7 +44,7 @@ class Agent:
         self._devices = [create_memfd(f"gpu{i}", config.device.bytes) for i in range(gpus)]
         self._arena_fd = create_memfd("arena", config.host.bytes)
         self._arena = Arena(self._arena_fd, config.host.bytes)
-        self._children: dict[tuple[str, int], asyncio.subprocess.Process] = {}
+        self._children: dict[tuple[str, int], int] = {}
         self._filling: dict[str, tuple[str, int]] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()
         self._intervals = IntervalLog(self._layout.agents, node, slurm_job, allocated_us, self._gpus)
@@ -59,6 +58,8 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         self._intervals.extend(_now_us(), final=False)
+        models = [model.path for model in self._config.models.values() if model.engine != "noop"]
+        self._nursery = Nursery(models, self._died)
         keys = await self._wait_for_keys()
         if keys is not None:
             link = HeadLink(self._layout.control, keys, f"agent:{self._node}", self._hello, self._take)
@@ -70,6 +71,8 @@ class Agent:
                 await self._end_children()
                 linking.cancel()
                 await asyncio.gather(linking, return_exceptions=True)
+        else:
+            self._nursery.close()
         self._intervals.extend(_now_us(), final=True)
 
     async def _wait_for_keys(self) -> Keys | None:
@@ -94,9 +97,9 @@ class Agent:
             case m.Shutdown():
                 self._stop.set()
             case m.Kill():
-                for (gang, _), process in self._children.items():
+                for (gang, _), pid in self._children.items():
                     if gang == message.gang:
-                        process.kill()
+                        os.kill(pid, signal.SIGKILL)
             case m.Allocate() | m.Free() | m.Spawn():
                 task = asyncio.create_task(self._obey(message))
                 self._tasks.add(task)
@@ -126,7 +129,7 @@ class Agent:
     async def _spawn(self, order: m.Spawn) -> int:
         key = (order.gang, order.rank)
         if key in self._children:
-            return self._children[key].pid
+            return self._children[key]
         engine = dict(order.engine)
         ready = None
         if order.base is not None:
@@ -138,55 +141,37 @@ class Agent:
         if engine.pop("park_bytes", 0):
             park = (f"park:{order.gang}", order.engine["park_bytes"], order.owner)
             engine["park"] = await asyncio.to_thread(self._arena.alloc, *park)
-        process = await self._start(order, engine, ready)
-        self._children[key] = process
-        task = asyncio.create_task(self._reap(key, process))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return process.pid
+        # Ranks of the filler's own gang meet it while they build; those of other gangs wait for its mark.
+        waits = order.base is not None and self._filling[order.base[0]][0] != order.gang
+        pid = self._children[key] = await self._start(order, engine, ready, waits)
+        return pid
 
-    async def _start(self, order: m.Spawn, engine: dict, ready: Slab | None) -> asyncio.subprocess.Process:
+    async def _start(self, order: m.Spawn, engine: dict, ready: Slab | None, waits: bool) -> int:
+        device_fd, arena_fd, lifeline_fd = rank_fds(3)
         settings = {
             "gang": order.gang,
             "node": self._node,
             "first_on_node": order.nodes.index(self._node) == order.rank,
             "engine": engine,
             "ready": ready,
-            "device_fd": self._devices[order.gpu],
-            "arena_fd": self._arena_fd,
+            "wait_for_base": waits,
+            "device_fd": device_fd,
+            "arena_fd": arena_fd,
             "arena_bytes": self._config.host.bytes,
-            "lifeline_fd": self._lifeline_read,
+            "lifeline_fd": lifeline_fd,
             "control": str(self._layout.control),
             "keys": str(self._layout.keys),
             "paranoid": self._config.scheduler.paranoid,
         }
         core = self._config.device.core(self._node, order.gpu) % (os.cpu_count() or 1)
-
-        def prepare() -> None:
-            os.nice(10)
-            os.sched_setaffinity(0, {core})
-
+        fds = (self._devices[order.gpu], self._arena_fd, self._lifeline_read)
         with self._log_path(order.gang, order.rank).open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-m",
-                "plexrl.pool.enginehost",
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=(self._devices[order.gpu], self._arena_fd, self._lifeline_read),
-                preexec_fn=prepare,
-                env=_environment(),
-                start_new_session=True,
-            )
-        process.stdin.write(msgspec.msgpack.encode(settings))
-        await process.stdin.drain()
-        process.stdin.close()
-        return process
+            return await self._nursery.bear(msgspec.msgpack.encode(settings), core, output.fileno(), fds)
 
-    async def _reap(self, key: tuple[str, int], process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    def _died(self, pid: int, code: int) -> None:
+        key = next((key for key, child in self._children.items() if child == pid), None)
+        if key is None:
+            return
         del self._children[key]
         for name, filler in list(self._filling.items()):
             # A rank that died while filling leaves the base half written: the next one fills it again.
@@ -206,21 +191,11 @@ class Agent:
         deadline = time.monotonic() + _GRACE_S
         while self._children and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        for process in self._children.values():
-            process.kill()
+        for pid in self._children.values():
+            os.kill(pid, signal.SIGKILL)
         while self._children:
             await asyncio.sleep(0.05)
-
-
-def _environment() -> dict[str, str]:
-    keep = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
-    return {k: os.environ[k] for k in keep if k in os.environ} | {
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+        self._nursery.close()
 
 
 def _now_us() -> int:

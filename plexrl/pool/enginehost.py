@@ -1,4 +1,4 @@
-"""An engine host: the process of one rank. `python -I -m plexrl.pool.enginehost`, settings as msgpack on stdin.
+"""An engine host: the process of one rank, forked by its node's nursery.
 
 The leader (rank 0) has a connection to the head and steps its gang; the other ranks follow. It outlives a head:
 outcomes are kept until a head has them on disk. It ends with its agent (lifeline pipe), with its leader, or when told.
@@ -23,13 +23,17 @@ _FILL_S = 600.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent tells a new rank. ready: the slab of the base's ready mark; first_on_node: lowest rank there."""
+    """What the agent tells a new rank.
+
+    ready: the slab of the base's ready mark. wait_for_base: another gang fills it. first_on_node: lowest rank there.
+    """
 
     gang: str
     node: str
     first_on_node: bool
     engine: dict[str, object]
     ready: Slab | None
+    wait_for_base: bool
     device_fd: int
     arena_fd: int
     arena_bytes: int
@@ -39,9 +43,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     paranoid: bool
 
 
-def main() -> int:
-    """Build the engine, then serve. Exit code 0 in order, 3 when the engine could not be built."""
-    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Settings)
+def serve(packed: bytes) -> int:
+    """Build the engine, then serve. packed: Settings as msgpack. Exit code 0 in order, 3 when it could not be built."""
+    settings = msgspec.msgpack.decode(packed, type=Settings)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     harden()
     threading.Thread(target=_end_with, args=(settings.lifeline_fd,), daemon=True).start()
@@ -55,9 +59,8 @@ def main() -> int:
     else:
         asyncio.run(_Leader(settings, host).serve())
     logging.shutdown()
-    sys.stderr.flush()
-    # torch's threads abort now and then in an ordinary exit; everything is done and flushed here.
-    os._exit(0)
+    # The nursery ends us by _exit: torch's threads abort now and then in an ordinary one.
+    return 0
 
 
 def _end_with(lifeline: int) -> None:
@@ -83,7 +86,7 @@ def _build(settings: Settings):
         arena = ArenaMap(settings.arena_fd, settings.arena_bytes)
         device = CpuDevice(settings.device_fd, spec.device_bytes, settings.paranoid)
         mark = arena.view(settings.ready) if settings.ready else None
-        if mark is not None and not spec.base_fill:
+        if mark is not None and settings.wait_for_base:
             _wait_filled(mark)
     engine = build(spec, device, arena)
     if mark is not None:
@@ -180,7 +183,3 @@ class _Leader:
         if order.verb in ("offload", "load"):
             self._resident = order.verb == "load"
         return m.Reply(id=order.id, ok=True, value=value)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
