@@ -12,7 +12,7 @@ from plexrl.accounting.sweep import Segment
 from plexrl.types import SpanClass
 
 MINUTE_US = 60_000_000
-_CHARGED = frozenset((SpanClass.BUSY, SpanClass.SWITCH, SpanClass.KEPT))
+CHARGED = (SpanClass.BUSY, SpanClass.SWITCH, SpanClass.KEPT)
 
 
 class Minute(Struct):
@@ -32,10 +32,10 @@ class Minute(Struct):
 
 
 class Charges(Struct):
-    """minutes: by start. jobs: job -> minute's start -> GPU-microseconds charged."""
+    """minutes: by start. jobs: job -> minute's start -> GPU-microseconds charged as busy, switch and kept."""
 
     minutes: dict[int, Minute] = field(default_factory=dict)
-    jobs: dict[str, dict[int, int]] = field(default_factory=dict)
+    jobs: dict[str, dict[int, list[int]]] = field(default_factory=dict)
 
     def minute(self, at_us: int) -> Minute:
         """The minute that begins at at_us, made when it is new."""
@@ -60,13 +60,13 @@ def _book(charges: Charges, minute: Minute, segment: Segment, us: int) -> None:
         minute.unattributed_us += us
         return
     minute.classes[segment.kind] = minute.classes.get(segment.kind, 0) + us
-    shares = [share for share in segment.shares if share[1] > 0] if segment.kind in _CHARGED else []
+    shares = [share for share in segment.shares if share[1] > 0] if segment.kind in CHARGED else []
     if not shares:
         minute.overhead_us += us
     for job, part in split(us, shares):
         minute.charged_us += part
-        mine = charges.jobs.setdefault(job, {})
-        mine[minute.start_us] = mine.get(minute.start_us, 0) + part
+        mine = charges.jobs.setdefault(job, {}).setdefault(minute.start_us, [0, 0, 0])
+        mine[CHARGED.index(segment.kind)] += part
 
 
 def split(us: int, shares: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:

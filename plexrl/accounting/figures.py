@@ -79,7 +79,8 @@ def figures(
 
 def _job(job: Job, begin: int | None) -> dict[str, object]:
     minutes = [m for m in job.minutes if begin is None or m[0] >= begin]
-    charged, dedicated, split = (sum(m[i] for m in minutes) for i in (1, 2, 3))
+    busy, switch, kept, dedicated, split = (sum(m[i] for m in minutes) for i in range(1, 6))
+    charged = busy + switch + kept
     return {
         "slurm_id": job.slurm_id,
         "job": job.job,
@@ -87,6 +88,9 @@ def _job(job: Job, begin: int | None) -> dict[str, object]:
         "account": job.account,
         "running": job.running,
         "charged": _s(charged),
+        "busy": _s(busy),
+        "switch": _s(switch),
+        "kept": _s(kept),
         "dedicated": _s(dedicated),
         "dedicated_split": _s(split),
         "saved": _s(dedicated - charged),
@@ -106,7 +110,7 @@ def stretch(job: Job) -> float | None:
 
 
 def sacct_gpu_us(rows: Iterable[Row], begin_us: int, until_us: int, since_us: int | None) -> int:
-    """Slurm's GPU-microseconds of the pool's jobs, running ones up to until_us; from begin_us on if since_us is given."""
+    """Slurm's GPU-microseconds of the pool's jobs: running ones up to until_us; with since_us from begin_us on."""
     total = 0
     for row in rows:
         if row.start is not None:

@@ -27,7 +27,8 @@ class Bar(Struct, frozen=True):
 
 
 class Job(Struct):
-    """A logical job. minutes: (start, charged, dedicated, dedicated_split) in GPU-microseconds.
+    """A logical job. minutes: (start, busy, switch, kept, dedicated, dedicated_split), GPU-microseconds; it is charged
+    the first three.
 
     wall_us: in the shared pool, attachment to end; replayed_us: the same alone. wait_us: mean wait of a call for its
     turn. ended_us: its end, or the moment of publication when running.
@@ -47,7 +48,7 @@ class Job(Struct):
     gpus_split: int
     calls: int
     wait_us: int
-    minutes: list[tuple[int, int, int, int]] = field(default_factory=list)
+    minutes: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
 
 
 class Published(Struct):
@@ -105,8 +106,8 @@ def compute(
         dedicated, split = per_minute(together), per_minute(apart)
         charged = charges.jobs.get(trace.job, {})
         minutes = sorted(charged.keys() | dedicated.keys() | split.keys())
-        rows = [(at, charged.get(at, 0), dedicated.get(at, 0), split.get(at, 0)) for at in minutes]
-        for at, _, mine, mine_split in rows:
+        rows = [(at, *charged.get(at, (0, 0, 0)), dedicated.get(at, 0), split.get(at, 0)) for at in minutes]
+        for at, *_, mine, mine_split in rows:
             minute = charges.minute(at)
             minute.dedicated_us += mine
             minute.split_us += mine_split
@@ -130,7 +131,7 @@ def compute(
     )
 
 
-def _job(trace: Trace, running: bool, together: Replay, apart: Replay, minutes: list[tuple[int, int, int, int]]) -> Job:
+def _job(trace: Trace, running: bool, together: Replay, apart: Replay, minutes: list[tuple[int, ...]]) -> Job:
     attached = trace.attached
     return Job(
         job=trace.job,

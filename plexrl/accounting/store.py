@@ -1,8 +1,8 @@
 """The reports' store: what the head publishes and users read, also after the pool has ended. No head is asked.
 
-A directory per pool: `pool.bin` is the whole, for the pool's account and root; `uid-<UID>.bin` holds one user's own jobs
-and the pool's sums. Files belong to the pool's account, 0600; an ACL lets that one user read theirs, so it is the kernel
-and no filter that keeps users apart.
+A directory per pool: `pool.bin` is the whole, for the pool's account and root; `uid-<UID>.bin` holds one user's own
+jobs and the pool's sums. Files belong to the pool's account, 0600; an ACL lets that one user read theirs, so it is the
+kernel and no filter that keeps users apart.
 """
 
 import os
@@ -14,7 +14,7 @@ import msgspec
 
 from plexrl.accounting.acl import let_read
 from plexrl.accounting.ledger import Ledger, read, repair
-from plexrl.accounting.published import Published, compute, for_user
+from plexrl.accounting.published import Published, compute, for_user, horizon
 from plexrl.pool.intervals import read_intervals
 from plexrl.pool.layout import Layout
 from plexrl.types import BadInput, Unavailable
@@ -72,6 +72,13 @@ class Publisher:
             self._write(f"uid-{uid}.bin", for_user(whole, uid), uid)
         return whole
 
+    def catch_up(self, now_us: int) -> None:
+        """Publish once more when no head does so any more. While one is at work nothing happens."""
+        running = horizon(read(self._layout.ledger), read_intervals(self._layout.agents), now_us)[1]
+        if not running:
+            self.repair()
+            self.publish(now_us)
+
     def _write(self, name: str, published: Published, uid: int | None) -> None:
         fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=self._folder)
         try:
@@ -86,7 +93,7 @@ class Publisher:
 
 
 class Store:
-    """The reading end. owner_uid: the account that the pool was declared for; only its files and root's are believed."""
+    """The reading end. owner_uid: the account that the pool was declared for; its files and root's are believed."""
 
     def __init__(self, folder: str | os.PathLike[str], owner_uid: int) -> None:
         self._folder = Path(folder)

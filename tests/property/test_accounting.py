@@ -66,7 +66,7 @@ def test_every_held_microsecond_is_counted_once(records, intervals):
     for minute in charges.minutes.values():
         assert minute.charged_us + minute.overhead_us + minute.unattributed_us == minute.pool_us
         assert sum(minute.classes.values()) + minute.unattributed_us == minute.pool_us
-        assert minute.charged_us == sum(job.get(minute.start_us, 0) for job in charges.jobs.values())
+        assert minute.charged_us == sum(sum(job.get(minute.start_us, ())) for job in charges.jobs.values())
         assert 0 <= minute.pool_us <= len(GPUS) * MINUTE_US
     assert sum(m.pool_us for m in charges.minutes.values()) == sum(b - a for p in holding.values() for a, b in p)
 

@@ -87,6 +87,9 @@ class Scene:
     def job_ended(self, at, job):
         self.add(r.JobEnded, at, job=job, reason="it ended")
 
+    def stop(self, at):
+        self.add(r.EpochEnded, at, reason="stopped")
+
     def intervals(self, end, start=0.0):
         return [
             r.AgentInterval(
