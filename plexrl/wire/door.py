@@ -15,6 +15,8 @@ from plexrl.wire.drain import Drain
 
 log = logging.getLogger(__name__)
 
+_ADDRESS = "inproc://zeromq.zap.01"
+
 
 class Door:
     """One per context, made by the first server and gone with the last."""
@@ -27,7 +29,7 @@ class Door:
         self._count = 0
         self._socket = ctx.socket(zmq.REP)
         self._socket.linger = 0
-        self._socket.bind("inproc://zeromq.zap.01")
+        self._socket.bind(_ADDRESS)
         self._drain = Drain(self._socket, self._answer)
 
     @classmethod
@@ -49,6 +51,8 @@ class Door:
         """Stop serving a server; closing twice is no harm."""
         if self._allow.pop(domain, self) is not self and not self._allow:
             self._drain.close()
+            # At once; closing alone frees the name some time later, too late for the next server's door.
+            self._socket.unbind(_ADDRESS)
             self._socket.close(0)
             del self._doors[self._ctx]
 

@@ -187,11 +187,13 @@ class Registry:
             ) from error
         finally:
             os.close(directory)
-        with os.fdopen(fd, "rb") as file:
+        try:
             status = self._trust(fd, path)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
                 raise BadInput(f"{path} is no plain file of at most {_MAX_BYTES} bytes", "Remove it")
-            return file.read(_MAX_BYTES), status.st_uid
+            return os.read(fd, _MAX_BYTES), status.st_uid
+        finally:
+            os.close(fd)
 
     def _write(self, entry: str, content: bytes) -> None:
         directory = self._open_directory()
