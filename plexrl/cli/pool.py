@@ -51,12 +51,18 @@ def declare(
     registry: str = _REGISTRY,
     owner: str = typer.Option("", help="Service account; default: service_user of the file."),
     private: bool = typer.Option(False, "--private", help="A pool of your own, for your uid only, without Slurm."),
-    hold: bool = typer.Option(True, help="Keep its jobs PENDING (Licenses) until it is ready."),
+    fresh: bool = typer.Option(False, "--fresh", help="Forget an earlier life of the pool: journal and ledger."),
 ) -> None:
     """Make a pool known for good; done once by the admin."""
+    from plexrl.accounting.store import reports_of
+
     life = _lifecycle(_registry(registry))
     declared = life.declare(name, config, owner or None, private)
-    if not private and hold:
+    if fresh:
+        life.forget(name)
+    if not private:
+        life.make_folder(Path(declared.state_dir), declared.owner_uid, 0o700)
+        life.make_folder(reports_of(registry, name), declared.owner_uid, 0o755)
         life.hold(name)
     print(f"pool {name} is declared for uid {declared.owner_uid}, {declared.kind}, configured by {declared.config}")
 
@@ -224,7 +230,8 @@ def head(
     """The head of a pool."""
     import uvloop
 
-    from plexrl.accounting.ledger import Ledger, repair
+    from plexrl.accounting.ledger import Ledger
+    from plexrl.accounting.store import Publisher, reports_of
     from plexrl.config import load
     from plexrl.gateway import TinkerGateway
     from plexrl.pool.admission import PrivateAdmission, SlurmAdmission
@@ -243,7 +250,8 @@ def head(
     job, start_us = _allocation(allocated_us)
     layout = Layout(config.state_dir)
     layout.make()
-    repair(layout.ledger, layout.journal)
+    publisher = Publisher(layout, reports_of(registry, name), config.device.bytes)
+    publisher.repair()
     ledger = Ledger(layout.ledger)
     life = _lifecycle(books)
 
@@ -260,7 +268,7 @@ def head(
             TinkerGateway(config),
             admission,
             ledger.take,
-            lambda now_us: None,
+            publisher.publish,
             Allocation(
                 slurm_job=job, nodes=nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1")), allocated_us=start_us
             ),

@@ -41,7 +41,8 @@ _AGENTS_S = 120.0
 _HOSTS_S = 30.0
 _PAUSE_S = 120.0
 _CHECK_S = 5.0
-_SPANS_S = 10.0
+_SPANS_S = 10
+_PUBLISH_S = 60
 _DRAIN_S = 15.0
 
 
@@ -360,7 +361,7 @@ class Head:
         ]
 
     async def _account(self) -> None:
-        """Status each second, spans and reports every ten."""
+        """Status each second, spans every ten, reports each minute."""
         turn = 0
         while True:
             write_status(self._layout, self._core, self._live.state)
@@ -368,6 +369,7 @@ class Head:
             turn += 1
             if turn % _SPANS_S == 0:
                 self._turns.perform(self._core.scheduler.spans(self._core.now_us()))
+            if turn % _PUBLISH_S == 0:
                 await asyncio.to_thread(self._publish, self._core.now_us())
 
     def _journal_failed(self, error: OSError) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import shutil
 import time
 from pathlib import Path
 
@@ -57,6 +58,24 @@ class Lifecycle:
         self._registry.declare(declared)
         return declared
 
+    def make_folder(self, folder: Path, uid: int, mode: int) -> None:
+        """A folder of the service account. Raises BadInput when only root could make it."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.chown(folder, uid, -1)
+            folder.chmod(mode)
+        except OSError as error:
+            raise BadInput(
+                f"{folder} cannot be made for uid {uid} ({error.strerror})", "Declare the pool as root"
+            ) from error
+
+    def forget(self, name: str) -> None:
+        """Remove what an earlier life of the pool left: journal, ledger, intervals. Raises BadInput while it runs."""
+        if self._registry.live(name) is not None:
+            raise BadInput(f"pool {name!r} is up", "Stop it first")
+        for folder in ("journal", "ledger", "agents", "logs", "checkpoints"):
+            shutil.rmtree(Path(self._registry.declared(name).state_dir) / folder, ignore_errors=True)
+
     def hold(self, name: str) -> None:
         """Keep logical jobs PENDING (Licenses) while the pool is down."""
         slurm = self._need_slurm()
@@ -89,7 +108,6 @@ class Lifecycle:
             raise BadInput(
                 f"pool {name!r} belongs to {account_of(declared.owner_uid)}", "Run this as that account, or as root"
             )
-        state_dir = Path(declared.state_dir)
         return self._need_slurm().submit(
             shared("sbatch_templates/pool.sbatch"),
             [name, self._registry.directory],
@@ -97,7 +115,8 @@ class Lifecycle:
                 f"--job-name=plexrl-{name}",
                 f"--nodes={nodes}",
                 f"--gpus-per-node={gpus_per_node}",
-                f"--chdir={state_dir if state_dir.is_dir() else '/'}",
+                f"--chdir={declared.state_dir}",
+                f"--output={declared.state_dir}/pool-%j.out",
                 *submit_as,
                 *options,
             ],
