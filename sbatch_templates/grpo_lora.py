@@ -127,7 +127,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=8, help="problems per step")
     parser.add_argument("--samples", type=int, default=4, help="answers per problem")
     parser.add_argument("--max-tokens", type=int, default=8, help="of an answer")
-    parser.add_argument("--lr", type=float, default=1.5e-4, help="learning rate of AdamW")
+    parser.add_argument("--lr", type=float, default=2e-4, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="file to append one JSON line per step to")
     return parser.parse_args()
