@@ -100,11 +100,14 @@ def epochs(folder: Path) -> list[Epoch]:
 
 def read(folder: Path) -> list[r.Record]:
     """Every kept record, by epoch and in the order in which it was taken. Raises PlexrlError for a damaged file."""
-    return [record for epoch in epochs(folder) for record in _records(folder / f"{epoch}.log")]
+    return [record for epoch in epochs(folder) for record, _ in records_from(folder / f"{epoch}.log")]
 
 
-def _records(path: Path) -> Iterator[r.Record]:
-    data = path.read_bytes()
+def records_from(path: Path, start: int = 0) -> Iterator[tuple[r.Record, int]]:
+    """(record, byte after it) from a byte that a record begins at. Raises PlexrlError for a damaged file."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read()
     at = 0
     while at + _FRAME.size <= len(data):
         (size,) = _FRAME.unpack_from(data, at)
@@ -112,12 +115,13 @@ def _records(path: Path) -> Iterator[r.Record]:
         if len(payload) < size:
             return
         try:
-            yield _decode(payload)
+            record = _decode(payload)
         except msgspec.MsgspecError as error:
             raise PlexrlError(
-                f"{path} is damaged at byte {at}: {error}", "Move it away; it is rebuilt from the journal"
+                f"{path} is damaged at byte {start + at}: {error}", "Move it away; it is rebuilt from the journal"
             ) from error
         at += _FRAME.size + size
+        yield record, start + at
 
 
 def repair(folder: Path, journal: Path) -> bool:
@@ -135,7 +139,7 @@ def repair(folder: Path, journal: Path) -> bool:
     if not newest or not isinstance(newest[0], r.EpochStarted):
         return False
     path = folder / f"{newest[0].epoch}.log"
-    if path.exists() and sum(1 for _ in _records(path)) >= len(newest):
+    if path.exists() and sum(1 for _ in records_from(path)) >= len(newest):
         return False
     _replace(path, (_frame(record) for record in newest))
     return True

@@ -5,22 +5,29 @@ jobs and the pool's sums. Files belong to the pool's account, 0600; an ACL lets 
 kernel and no filter that keeps users apart.
 """
 
+import logging
 import os
 import stat
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
 
 from plexrl.accounting.acl import let_read
-from plexrl.accounting.ledger import Ledger, read, repair
+from plexrl.accounting.ledger import Ledger, read, records_from, repair
 from plexrl.accounting.published import Published, compute, for_user, horizon
 from plexrl.pool.intervals import read_intervals
 from plexrl.pool.layout import Layout
 from plexrl.types import BadInput, Unavailable
+from plexrl.types.records import EpochEnded
 
 __all__ = ["Ledger", "Publisher", "Store", "reports_of"]
 
+log = logging.getLogger("plexrl.accounting")
+_EVERY_US = 50_000_000  # a head that asks every ten seconds publishes each minute
 _MAGIC = b"plexrl report 1\n"
 _WHOLE = "pool.bin"
 _encode = msgspec.msgpack.Encoder().encode
@@ -43,6 +50,8 @@ class Publisher:
         self._layout = layout
         self._folder = Path(folder)
         self._device_bytes = device_bytes
+        self._read: dict[Path, int] = {}  # ledger file -> bytes looked at for an epoch's end
+        self._next_us = 0
         try:
             for missing in (self._folder.parent, self._folder):
                 if not missing.exists():
@@ -55,13 +64,34 @@ class Publisher:
                 f"Have the admin run: install -d -o {uid} -m 0755 {self._folder}",
             ) from error
 
-    def repair(self) -> None:
-        """Take from the journal what a killed head had not written to the ledger. Only while no head runs."""
-        if self._layout.ledger.is_dir():
-            repair(self._layout.ledger, self._layout.journal)
+    def publish(self, now_us: int) -> None:
+        """For a head: bring all reports up to date, but once a minute only, unless its epoch has ended.
 
-    def publish(self, now_us: int) -> Published:
-        """Bring all reports up to date. Reads ledger and intervals from disk, so a thread may do it."""
+        Done by a process of its own at low priority, so that neither the head's thread nor its memory pays for a long
+        ledger; a ledger that takes long is published less often (a twentieth of the time). A failure is logged: a pool
+        does not stop because its reports cannot be written.
+        """
+        if not self._epoch_ended() and now_us < self._next_us:
+            return
+        begun = time.monotonic()
+        command = [sys.executable, "-I", "-m", "plexrl.accounting.publish", self._layout.root, self._folder]
+        command += [str(now_us), str(self._device_bytes or 0)]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            log.error("the reports were not published: %s", done.stderr.strip()[-2000:])
+        self._next_us = now_us + max(_EVERY_US, round(20e6 * (time.monotonic() - begun)))
+
+    def _epoch_ended(self) -> bool:
+        """Whether an epoch's end was written since the last call."""
+        ended = False
+        for path in self._layout.ledger.glob("*.log"):
+            for record, at in records_from(path, self._read.get(path, 0)):
+                ended |= isinstance(record, EpochEnded)
+                self._read[path] = at
+        return ended
+
+    def write(self, now_us: int) -> Published:
+        """Bring all reports up to date, here and now."""
         if self._device_bytes is None:
             before = _load(self._folder / _WHOLE, frozenset((os.geteuid(), 0)))
             self._device_bytes = before.device_bytes if before else None
@@ -72,12 +102,17 @@ class Publisher:
             self._write(f"uid-{uid}.bin", for_user(whole, uid), uid)
         return whole
 
+    def repair(self) -> None:
+        """Take from the journal what a killed head had not written to the ledger. Only while no head runs."""
+        if self._layout.ledger.is_dir():
+            repair(self._layout.ledger, self._layout.journal)
+
     def catch_up(self, now_us: int) -> None:
         """Publish once more when no head does so any more. While one is at work nothing happens."""
         running = horizon(read(self._layout.ledger), read_intervals(self._layout.agents), now_us)[1]
         if not running:
             self.repair()
-            self.publish(now_us)
+            self.write(now_us)
 
     def _write(self, name: str, published: Published, uid: int | None) -> None:
         fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=self._folder)

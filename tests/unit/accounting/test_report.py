@@ -160,7 +160,7 @@ def registry(tmp_path, scene):
     ledger.close()
     for interval in scene.intervals(93):
         (layout.agents / f"{interval.node}.jsonl").write_bytes(msgspec.json.encode(interval) + b"\n")
-    Publisher(layout, reports_of(directory, "lab"), 1000).publish(scene.us(95))
+    Publisher(layout, reports_of(directory, "lab"), 1000).write(scene.us(95))
     for interval in scene.intervals(96):  # the agents end after the head
         with (layout.agents / f"{interval.node}.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(interval) + b"\n")

@@ -93,7 +93,7 @@ def publish(layout, scene, folder):
     for interval in scene.intervals(96):
         with (layout.agents / f"{interval.node}.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(interval) + b"\n")
-    return Publisher(layout, folder, 1000).publish(scene.us(100))
+    return Publisher(layout, folder, 1000).write(scene.us(100))
 
 
 def test_published_reports_are_read_without_a_pool(layout, scene, tmp_path):
@@ -118,6 +118,36 @@ def test_catching_up_keeps_the_device_and_leaves_a_running_pool_alone(layout, sc
     before = (folder / "pool.bin").stat().st_ino
     Publisher(layout, folder).catch_up(scene.us(110))
     assert (folder / "pool.bin").stat().st_ino == before
+
+
+def test_a_head_publishes_each_minute_and_at_its_end(layout, scene, tmp_path):
+    folder = tmp_path / "reports"
+    publisher = Publisher(layout, folder, 1000)
+    ledger = Ledger(layout.ledger)
+
+    def until():
+        return Store(folder, os.geteuid()).read().until_us
+
+    for record in scene.records[:-1]:
+        ledger.take(record)
+    ledger.flush()
+    publisher.publish(scene.us(91))
+    first = (folder / "pool.bin").stat().st_ino
+    publisher.publish(scene.us(94))
+    assert (folder / "pool.bin").stat().st_ino == first
+    ledger.take(scene.records[-1])
+    publisher.publish(scene.us(95))
+    assert (folder / "pool.bin").stat().st_ino != first
+    publisher.publish(scene.us(99))
+    assert until() == scene.us(95)
+
+
+def test_a_report_that_cannot_be_written_is_logged(layout, scene, tmp_path, caplog):
+    write(layout, scene)
+    publisher = Publisher(layout, tmp_path / "reports")
+    (tmp_path / "reports" / "pool.bin").mkdir()
+    publisher.publish(scene.us(95))
+    assert "the reports were not published" in caplog.text
 
 
 def as_uid(uid, act):
