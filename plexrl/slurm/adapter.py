@@ -109,7 +109,10 @@ class Slurm(Protocol):
         ...
 
     def sacct(self, job_ids: Iterable[int]) -> list[AccountingRow]:
-        """All rows of these jobs from slurmdbd: requeued, resized and failed runs included."""
+        """All rows of these jobs from slurmdbd: requeued, resized and failed runs included.
+
+        slurmdbd lags a second or two: a row without `end`, or one of a job that is still COMPLETING, is not final.
+        """
         ...
 
     def associations(self) -> list[Association]:

@@ -50,7 +50,8 @@ def test_a_job_runs_as_its_user_with_a_gpu_of_its_own(cluster: Cluster):
 def test_accounting_counts_gpus_by_the_second(cluster: Cluster):
     job = sbatch(cluster, "bob", "srun -l sleep 2", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1")
     finished(cluster, job)
-    (row,) = until(lambda: [r for r in cluster.slurm().sacct([job]) if r.end])
+    # slurmdbd learns the nodes of a job a moment after its end.
+    (row,) = until(lambda: [r for r in cluster.slurm().sacct([job]) if r.end and len(r.nodes) == 2])
     assert (row.user, row.account, row.gpus, row.nodes, row.state) == ("bob", "bio", 2, ("n1", "n2"), "COMPLETED")
     assert row.elapsed == row.end - row.start and row.gpu_seconds == 2 * row.elapsed >= 4
 
