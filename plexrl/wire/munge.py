@@ -42,7 +42,7 @@ def decode(credential: str, socket: str | None = None) -> Credential:
         raw = credential.encode("ascii")
     except UnicodeEncodeError as error:
         raise BadInput("the credential is no MUNGE credential", "Attach again") from error
-    command = ["unmunge", *_socket(socket), "--numeric", "--keys=UID,GID,UID_RESTRICTION,LENGTH"]
+    command = ["unmunge", *_socket(socket), "--numeric", "--keys=STATUS,UID,GID,UID_RESTRICTION,LENGTH"]
     output = _run(command, raw).stdout
     # "KEY: value" lines, an empty line, then the payload as it is.
     head, _, payload = output.partition(b"\n\n")
@@ -74,7 +74,9 @@ def _run(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
         raise Unavailable(f"{command[0]} did not answer in {_TIMEOUT_S} s", "See whether munged is well") from error
     if done.returncode == 0:
         return done
-    why = done.stderr.decode("utf-8", "replace").strip() or f"{command[0]} ended with {done.returncode}"
+    # unmunge says why among the fields, munge on stderr.
+    status = done.stdout.partition(b"\n")[0].removeprefix(b"STATUS:")
+    why = (done.stderr or status).decode("utf-8", "replace").strip() or f"{command[0]} ended with {done.returncode}"
     if done.returncode in _DAEMON:
         raise Unavailable(why, "See whether munged runs on this node: munge -n | unmunge")
     raise BadInput(why, "Attach again; see whether clocks and MUNGE keys agree among the nodes")
