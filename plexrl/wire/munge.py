@@ -42,7 +42,7 @@ def decode(credential: str, socket: str | None = None) -> Credential:
         raw = credential.encode("ascii")
     except UnicodeEncodeError as error:
         raise BadInput("the credential is no MUNGE credential", "Attach again") from error
-    command = ["unmunge", *_socket(socket), "--numeric", "--keys=STATUS,UID,GID,UID_RESTRICTION,LENGTH"]
+    command = ["unmunge", *_socket(socket), "--numeric", "--keys=UID,GID,UID_RESTRICTION,LENGTH"]
     output = _run(command, raw).stdout
     # "KEY: value" lines, an empty line, then the payload as it is.
     head, _, payload = output.partition(b"\n\n")
@@ -74,13 +74,22 @@ def _run(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
         raise Unavailable(f"{command[0]} did not answer in {_TIMEOUT_S} s", "See whether munged is well") from error
     if done.returncode == 0:
         return done
-    # unmunge says why among the fields, munge on stderr.
-    status = done.stdout.partition(b"\n")[0].removeprefix(b"STATUS:")
-    why = (done.stderr or status).decode("utf-8", "replace").strip() or f"{command[0]} ended with {done.returncode}"
+    # munge explains on stderr, unmunge by its code alone.
+    why = done.stderr.decode("utf-8", "replace").strip()
+    why = why or _CODES.get(done.returncode, f"{command[0]} ended with {done.returncode}")
     if done.returncode in _DAEMON:
         raise Unavailable(why, "See whether munged runs on this node: munge -n | unmunge")
     raise BadInput(why, "Attach again; see whether clocks and MUNGE keys agree among the nodes")
 
 
-# munge.h: EMUNGE_SNAFU, EMUNGE_NO_MEMORY, EMUNGE_SOCKET, EMUNGE_TIMEOUT
+# munge.h: EMUNGE_BAD_CRED, EMUNGE_CRED_INVALID, _EXPIRED, _REWOUND, _REPLAYED, _UNAUTHORIZED
+_CODES = {
+    8: "malformed credential",
+    14: "invalid credential",
+    15: "expired credential",
+    16: "credential from the future",
+    17: "replayed credential",
+    18: "credential made for another account",
+}
+# EMUNGE_SNAFU, EMUNGE_NO_MEMORY, EMUNGE_SOCKET, EMUNGE_TIMEOUT
 _DAEMON = (1, 5, 6, 7)

@@ -73,19 +73,19 @@ def test_the_restricted_account_learns_maker_and_payload(munged, payload):
 
 def test_nobody_else_can_decode_it_and_so_pass_it_on(munged):
     credential = as_uid(ALICE, lambda: munge.encode(b"x", SERVICE, socket=munged))
-    assert "BadInput" in as_uid(MALLORY, lambda: read(credential, munged))
+    assert "BadInput: credential made for another account" in as_uid(MALLORY, lambda: read(credential, munged))
 
 
 def test_a_credential_is_good_once(munged):
     credential = as_uid(ALICE, lambda: munge.encode(b"x", SERVICE, socket=munged))
     assert as_uid(SERVICE, lambda: read(credential, munged))[0] == ALICE
-    assert "BadInput: Replayed credential" in as_uid(SERVICE, lambda: read(credential, munged))
+    assert "BadInput: replayed credential" in as_uid(SERVICE, lambda: read(credential, munged))
 
 
 def test_a_credential_expires(munged):
     credential = as_uid(ALICE, lambda: munge.encode(b"x", SERVICE, ttl=1, socket=munged))
     time.sleep(2.1)
-    assert "BadInput: Expired credential" in as_uid(SERVICE, lambda: read(credential, munged))
+    assert "BadInput: expired credential" in as_uid(SERVICE, lambda: read(credential, munged))
 
 
 @pytest.mark.parametrize("forge", [lambda _: "MUNGE:AAAA:", lambda _: "", lambda text: text[:20] + "A" + text[21:]])
