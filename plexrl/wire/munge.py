@@ -82,14 +82,13 @@ def _run(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
     raise BadInput(why, "Attach again; see whether clocks and MUNGE keys agree among the nodes")
 
 
-# munge.h: EMUNGE_BAD_CRED, EMUNGE_CRED_INVALID, _EXPIRED, _REWOUND, _REPLAYED, _UNAUTHORIZED
+# munge.h: EMUNGE_BAD_CRED, EMUNGE_CRED_INVALID, _EXPIRED, _REWOUND, _REPLAYED
 _CODES = {
     8: "malformed credential",
     14: "invalid credential",
     15: "expired credential",
     16: "credential from the future",
     17: "replayed credential",
-    18: "credential made for another account",
 }
 # EMUNGE_SNAFU, EMUNGE_NO_MEMORY, EMUNGE_SOCKET, EMUNGE_TIMEOUT
 _DAEMON = (1, 5, 6, 7)
