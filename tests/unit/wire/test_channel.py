@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -295,3 +298,40 @@ def test_keys_are_kept_in_private_files(tmp_path):
     path.write_text("{")
     with pytest.raises(BadInput, match="no keys"):
         Keys.load(path)
+
+
+STOPPABLE = """
+import asyncio, sys, zmq
+from plexrl.wire.channel import Server
+from plexrl.wire.keys import Keys
+
+async def main():
+    server = Server(zmq.Context(), "tcp://127.0.0.1:0", Keys(*sys.argv[1:]))
+    server.start(lambda identity, key, frames: server.send(identity, frames))
+    print(server.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_that_falls_silent_is_noticed_though_its_connection_stands():
+    async def scenario(ctx):
+        keys = Keys.generate()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STOPPABLE, keys.public, keys.secret, stdout=subprocess.PIPE
+        )
+        try:
+            address = (await process.stdout.readline()).decode().strip()
+            client = Client(ctx, address, keys.public, Keys.generate())
+            client.start(lambda frames: None)
+            await until(lambda: client.up)
+            process.send_signal(signal.SIGSTOP)
+            await until(lambda: not client.up)
+            process.send_signal(signal.SIGCONT)
+            await until(lambda: client.up)
+        finally:
+            process.kill()
+            await process.wait()
+
+    run(scenario)
