@@ -6,12 +6,6 @@ from typing import Protocol
 
 from msgspec import Struct
 
-# States in which a job still holds, or may yet hold, something.
-ACTIVE = frozenset(
-    "PENDING RUNNING SUSPENDED COMPLETING CONFIGURING STAGE_OUT SIGNALING STOPPED RESIZING REQUEUED REQUEUE_FED "
-    "REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
-)
-
 
 class JobInfo(Struct, frozen=True, kw_only=True):
     """A job as slurmctld knows it now. Nothing here can be made up by its user: name and comment are not asked for.

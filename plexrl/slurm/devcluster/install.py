@@ -56,7 +56,7 @@ def install(opt: Path, models: Mapping[str, Path], installed: dict[str, str]) ->
     share = venv / "share" / "plexrl"
     part("plugin", _tree_digest(share, ["slurm_plugin"]), lambda: _make_plugin(opt / "lib", share / "slurm_plugin"))
     for name, source in models.items():
-        _install_model(opt / "models", name, source, part)
+        _install_model(opt / "models", name, source.resolve(), part)
 
 
 def _dependencies_digest(packaged: bool) -> str:
