@@ -51,7 +51,7 @@ def _cards(found: dict, unit: Unit) -> str:
     share = "-" if found["saved_percent"] is None else percent(found["saved_percent"] / 100, 1)
     mean = found["stretch_mean"]
     cards = [
-        ("saved", share, saved_words(found).partition("% ")[2] or saved_words(found), "good" if good else "bad"),
+        ("saved", share, f"of what dedicated runs would have held ({found['confidence']})", "good" if good else "bad"),
         ("the pool held", unit(found["pool_gpu_seconds"]), unit.name, ""),
         ("dedicated runs", unit(found["dedicated_gpu_seconds"]), f"{unit.name}, colocated", ""),
         ("GPUs busy", percent(found["shares"]["busy"]), "of the time that the pool held them", ""),
@@ -70,6 +70,8 @@ def _sacct_words(found: dict, unit: Unit) -> str:
 
 
 def _saving_words(found: dict) -> str:
+    if found["saved_percent"] is None:
+        return saved_words(found).capitalize() + "."
     words = "Dedicated: each job's own recorded calls, replayed alone on GPUs of its own. "
     if found["saved_gpu_seconds"] < 0:
         words += (

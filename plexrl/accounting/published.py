@@ -121,7 +121,7 @@ def compute(
         until_us=until if running else max((end for pieces in holding.values() for _, end in pieces), default=until),
         running=running,
         gpus=tuple(sorted(holding)),
-        slurm_jobs=tuple(sorted({e.slurm_job for e in epochs} | {i.slurm_job for i in intervals} - {0})),
+        slurm_jobs=tuple(sorted(({e.slurm_job for e in epochs} | {i.slurm_job for i in intervals}) - {0})),
         minutes=[charges.minutes[at] for at in sorted(charges.minutes)],
         jobs=sorted(jobs, key=lambda job: job.attached_us),
         timeline=[Bar(s.gpu, s.start_us, s.end_us, s.kind, s.shares) for s in _newest(laid)],

@@ -28,6 +28,8 @@ __all__ = ["Ledger", "Publisher", "Store", "reports_of"]
 
 log = logging.getLogger("plexrl.accounting")
 _EVERY_US = 50_000_000  # a head that asks every ten seconds publishes each minute
+_SETTLE_S = 5.0
+_REPORTING_US = 15_000_000  # an agent that is alive has reported since
 _MAGIC = b"plexrl report 1\n"
 _WHOLE = "pool.bin"
 _encode = msgspec.msgpack.Encoder().encode
@@ -71,7 +73,9 @@ class Publisher:
         ledger; a ledger that takes long is published less often (a twentieth of the time). A failure is logged: a pool
         does not stop because its reports cannot be written.
         """
-        if not self._epoch_ended() and now_us < self._next_us:
+        if self._epoch_ended():
+            now_us = self._settle(now_us)
+        elif now_us < self._next_us:
             return
         begun = time.monotonic()
         command = [sys.executable, "-I", "-m", "plexrl.accounting.publish", self._layout.root, self._folder]
@@ -89,6 +93,21 @@ class Publisher:
                 ended |= isinstance(record, EpochEnded)
                 self._read[path] = at
         return ended
+
+    def _settle(self, now_us: int) -> int:
+        """Wait a moment for the agents that still report: their last seconds belong into the last report. Returns now.
+
+        Head and agents are told to end together, so this holds the allocation no longer than they do.
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline:
+            open_ = [
+                i for i in read_intervals(self._layout.agents) if not i.final and now_us - i.now_us < _REPORTING_US
+            ]
+            if not open_:
+                break
+            time.sleep(0.1)
+        return max(now_us, time.time_ns() // 1000)
 
     def write(self, now_us: int) -> Published:
         """Bring all reports up to date, here and now."""

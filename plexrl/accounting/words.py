@@ -74,5 +74,6 @@ def saved_words(found: dict) -> str:
     if found["saved_percent"] is None:
         return "no job has called the pool yet"
     if found["saved_gpu_seconds"] < 0:
-        return f"{percent(-found['saved_percent'] / 100, 1)} more than dedicated runs would have held ({confidence})"
+        more = percent(-found["saved_percent"] / 100, 1)
+        return f"nothing; the pool held {more} more than dedicated runs would have ({confidence})"
     return f"{percent(found['saved_percent'] / 100, 1)} of what dedicated runs would have held ({confidence})"

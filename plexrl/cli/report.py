@@ -97,23 +97,28 @@ def _catch_up(declared: Declared, folder: Path) -> None:
     """When no head publishes any more, who may do so does: the agents' last seconds come after the head's."""
     if os.geteuid() not in (0, declared.owner_uid):
         return
-    with _as_account(declared.owner_uid):
-        layout = Layout(declared.state_dir)
+    layout = Layout(declared.state_dir)
+    if not layout.root.is_dir():
+        return
+    with _as_account(declared.owner_uid, layout.root.stat().st_gid):
         if layout.ledger.is_dir():
             Publisher(layout, folder).catch_up(time.time_ns() // 1000)
 
 
 @contextlib.contextmanager
-def _as_account(uid: int) -> Iterator[None]:
+def _as_account(uid: int, gid: int) -> Iterator[None]:
     """Files are made as the pool's account, also by root."""
-    before = os.geteuid()
-    if before != uid:
-        os.seteuid(uid)
+    before = os.geteuid(), os.getegid()
+    if uid == before[0]:
+        yield
+        return
+    os.setegid(gid)
+    os.seteuid(uid)
     try:
         yield
     finally:
-        if before != uid:
-            os.seteuid(before)
+        os.seteuid(before[0])
+        os.setegid(before[1])
 
 
 def _sacct(published: Published) -> list[AccountingRow] | None:

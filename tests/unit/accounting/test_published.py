@@ -145,6 +145,12 @@ def test_a_lost_agent_ends_what_its_gpu_cost(scene):
     assert total == pytest.approx(END + 50)
 
 
+def test_only_slurm_jobs_are_asked_of_slurm(scene):
+    assert published(scene).slurm_jobs == (7,)
+    private = [msgspec.structs.replace(scene.records[0], slurm_job=0)]
+    assert compute(private, [], scene.us(9)).slurm_jobs == ()
+
+
 def test_an_empty_pool_has_a_report():
     found = figures(compute([], [], 0))
     assert found["pool_gpu_seconds"] == 0

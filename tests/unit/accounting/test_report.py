@@ -112,7 +112,7 @@ def test_a_users_page_names_nobody_else(scene):
 
 def test_a_page_of_an_empty_pool(scene):
     empty = compute([], [], 0)
-    assert "no job has called the pool yet" in page(figures(empty), empty)
+    assert "No job has called the pool yet" in page(figures(empty), empty)
 
 
 def test_many_bars_become_columns_that_cover_the_same_time():

@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 import tempfile
+import threading
 import warnings
 import zlib
 from pathlib import Path
@@ -138,8 +139,21 @@ def test_a_head_publishes_each_minute_and_at_its_end(layout, scene, tmp_path):
     ledger.take(scene.records[-1])
     publisher.publish(scene.us(95))
     assert (folder / "pool.bin").stat().st_ino != first
+    last = until()
     publisher.publish(scene.us(99))
-    assert until() == scene.us(95)
+    assert until() == last
+
+
+def test_the_last_report_waits_for_the_agents_that_are_ending(layout, scene, tmp_path):
+    write(layout, scene)
+    path = layout.agents / "n1.jsonl"
+    growing, last = scene.intervals(93)[0], scene.intervals(96)[0]
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(growing, final=False)) + b"\n")
+    ends = threading.Timer(0.3, lambda: path.open("ab").write(msgspec.json.encode(last) + b"\n"))
+    ends.start()
+    Publisher(layout, tmp_path / "reports").publish(scene.us(95))
+    ends.join()
+    assert Store(tmp_path / "reports", os.geteuid()).read().until_us == scene.us(96)
 
 
 def test_a_report_that_cannot_be_written_is_logged(layout, scene, tmp_path, caplog):
