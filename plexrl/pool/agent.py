@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import time
 from pathlib import Path
@@ -21,15 +22,21 @@ from plexrl.pool.harden import harden
 from plexrl.pool.intervals import IntervalLog
 from plexrl.pool.layout import Layout
 from plexrl.pool.nursery import Nursery, rank_fds
-from plexrl.pool.peer import HeadLink
+from plexrl.pool.peer import HeadLink, Replies
 from plexrl.types import PlexrlError, Slab
-from plexrl.wire.keys import Keys
 
 log = logging.getLogger("plexrl.agent")
 _INTERVAL_S = 10.0
 _GRACE_S = 10.0
 _TAIL_BYTES = 2000
 SHARED = -1
+
+
+class Child(msgspec.Struct, frozen=True):
+    """A running engine host: which life of its gang it belongs to."""
+
+    pid: int
+    build: str
 
 
 class Agent:
@@ -44,44 +51,38 @@ class Agent:
         self._devices = [create_memfd(f"gpu{i}", config.device.bytes) for i in range(gpus)]
         self._arena_fd = create_memfd("arena", config.host.bytes)
         self._arena = Arena(self._arena_fd, config.host.bytes)
-        self._children: dict[tuple[str, int], int] = {}
+        self._birth = secrets.token_hex(6)
+        self._children: dict[tuple[str, int], Child] = {}
+        self._killed: set[int] = set()
+        self._fewer = asyncio.Event()  # set whenever a child has ended
+        self._replies = Replies()
         self._filling: dict[str, tuple[str, int]] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()
         self._intervals = IntervalLog(self._layout.agents, node, slurm_job, allocated_us, self._gpus)
         self._stop = asyncio.Event()
+        self._code = 0
         self._tasks: set[asyncio.Task] = set()
         harden()
 
-    async def run(self) -> None:
-        """Serve until told to stop. The last act is to close the interval."""
+    async def run(self) -> int:
+        """Serve until told to stop. The last act is to close the interval. Exit code 75: another should take over."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         self._intervals.extend(_now_us(), final=False)
         models = [model.path for model in self._config.models.values() if model.engine != "noop"]
-        self._nursery = Nursery(models, self._died)
-        keys = await self._wait_for_keys()
-        if keys is not None:
-            link = HeadLink(self._layout.control, keys, f"agent:{self._node}", self._hello, self._take)
-            self._link = link
-            linking = asyncio.create_task(link.run())
-            try:
-                await self._watch()
-            finally:
-                await self._end_children()
-                linking.cancel()
-                await asyncio.gather(linking, return_exceptions=True)
-        else:
-            self._nursery.close()
+        self._nursery = Nursery(models, self._died, self._nursery_gone)
+        link = HeadLink(self._layout.control, self._layout.keys, f"agent:{self._node}", self._hello, self._take)
+        self._link = link
+        linking = asyncio.create_task(link.run())
+        try:
+            await self._watch()
+        finally:
+            await self._end_children()
+            linking.cancel()
+            await asyncio.gather(linking, return_exceptions=True)
         self._intervals.extend(_now_us(), final=True)
-
-    async def _wait_for_keys(self) -> Keys | None:
-        while not self._stop.is_set():
-            if self._layout.control.exists():
-                return Keys.load(self._layout.keys)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), 0.2)
-        return None
+        return self._code
 
     async def _watch(self) -> None:
         while not self._stop.is_set():
@@ -90,28 +91,35 @@ class Agent:
             self._intervals.extend(_now_us(), final=False)
 
     def _hello(self) -> m.AgentHello:
-        return m.AgentHello(node=self._node, gpus=self._gpus, children=tuple(self._children))
+        return m.AgentHello(
+            node=self._node,
+            gpus=self._gpus,
+            birth=self._birth,
+            children=tuple((gang, rank, child.build) for (gang, rank), child in self._children.items()),
+            slabs=tuple(slab.name for slab in self._arena.slabs()),
+        )
 
     def _take(self, message: m.Message) -> None:
         match message:
             case m.Shutdown():
                 self._stop.set()
-            case m.Kill():
-                for (gang, _), pid in self._children.items():
-                    if gang == message.gang:
-                        os.kill(pid, signal.SIGKILL)
-            case m.Allocate() | m.Free() | m.Spawn():
-                task = asyncio.create_task(self._obey(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            case m.Allocate() | m.Free() | m.Spawn() | m.Kill():
+                new, reply = self._replies.take(message.id)
+                if new:
+                    task = asyncio.create_task(self._obey(message))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                elif reply is not None:
+                    self._link.send(reply)
 
     async def _obey(self, message: m.Message) -> None:
         try:
             value = await self._do(message)
             reply = m.Reply(id=message.id, ok=True, value=value)
         except (PlexrlError, OSError) as error:
-            reply = m.Reply(id=message.id, ok=False, error=str(error))
-        self._link.send(reply)
+            category = "user" if getattr(error, "exit_code", 1) in (2, 3) else "server"
+            reply = m.Reply(id=message.id, ok=False, error=str(error), category=category)
+        self._link.send(self._replies.give(reply))
 
     async def _do(self, message: m.Message) -> dict[str, object]:
         match message:
@@ -124,12 +132,25 @@ class Agent:
                 return {}
             case m.Spawn():
                 return {"pid": await self._spawn(message)}
+            case m.Kill():
+                await self._kill(message.gang)
+                return {}
         raise PlexrlError(f"an agent does not do {type(message).__name__}")
+
+    async def _kill(self, gang: str) -> None:
+        """End the ranks of a gang, of whatever build, and wait until they are gone."""
+        while left := [child.pid for (name, _), child in self._children.items() if name == gang]:
+            self._fewer.clear()
+            for pid in left:
+                self._killed.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await self._fewer.wait()
 
     async def _spawn(self, order: m.Spawn) -> int:
         key = (order.gang, order.rank)
-        if key in self._children:
-            return self._children[key]
+        if any(name == order.gang and child.build != order.build for (name, _), child in self._children.items()):
+            await self._kill(order.gang)
         engine = dict(order.engine)
         ready = None
         if order.base is not None:
@@ -143,13 +164,15 @@ class Agent:
             engine["park"] = await asyncio.to_thread(self._arena.alloc, *park)
         # Ranks of the filler's own gang meet it while they build; those of other gangs wait for its mark.
         waits = order.base is not None and self._filling[order.base[0]][0] != order.gang
-        pid = self._children[key] = await self._start(order, engine, ready, waits)
+        pid = await self._start(order, engine, ready, waits)
+        self._children[key] = Child(pid, order.build)
         return pid
 
     async def _start(self, order: m.Spawn, engine: dict, ready: Slab | None, waits: bool) -> int:
         device_fd, arena_fd, lifeline_fd = rank_fds(3)
         settings = {
             "gang": order.gang,
+            "build": order.build,
             "node": self._node,
             "first_on_node": order.nodes.index(self._node) == order.rank,
             "engine": engine,
@@ -169,18 +192,31 @@ class Agent:
             return await self._nursery.bear(msgspec.msgpack.encode(settings), core, output.fileno(), fds)
 
     def _died(self, pid: int, code: int) -> None:
-        key = next((key for key, child in self._children.items() if child == pid), None)
+        key = next((key for key, child in self._children.items() if child.pid == pid), None)
         if key is None:
             return
-        del self._children[key]
+        build = self._children.pop(key).build
+        self._fewer.set()
         for name, filler in list(self._filling.items()):
             # A rank that died while filling leaves the base half written: the next one fills it again.
             ready = next((s for s in self._arena.slabs() if s.name == f"{name}:ready"), None)
             if filler == key and ready is not None and os.pread(self._arena_fd, 1, ready.offset) == b"\0":
                 del self._filling[name]
-        with contextlib.suppress(FileNotFoundError):
-            tail = self._log_path(*key).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
-        self._link.send(m.ChildEnded(gang=key[0], rank=key[1], code=code, tail=tail))
+        if pid in self._killed:
+            self._killed.discard(pid)
+            return
+        tail = self._log_path(*key).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+        self._link.send(m.ChildEnded(gang=key[0], rank=key[1], build=build, code=code, tail=tail))
+
+    def _nursery_gone(self) -> None:
+        """Nobody tells us any more how our children fare: end them, and let another agent take over."""
+        log.critical("the nursery ended")
+        for child in self._children.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+        self._children.clear()
+        self._code = 75
+        self._stop.set()
 
     def _log_path(self, gang: str, rank: int) -> Path:
         return self._layout.logs / f"{gang.replace('/', '.')}.{rank}.log"
@@ -191,10 +227,8 @@ class Agent:
         deadline = time.monotonic() + _GRACE_S
         while self._children and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        for pid in self._children.values():
-            os.kill(pid, signal.SIGKILL)
-        while self._children:
-            await asyncio.sleep(0.05)
+        for gang in {name for name, _ in self._children}:
+            await self._kill(gang)
         self._nursery.close()
 
 

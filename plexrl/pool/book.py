@@ -46,6 +46,11 @@ class Model:
     def id(self) -> str:
         return self.created.model
 
+    @property
+    def resume(self) -> str:
+        """What to add to a message that says that the model is lost."""
+        return f"; its last checkpoint is {self.checkpoint}" if self.checkpoint else "; it had no checkpoint"
+
 
 @dataclass
 class Group:
@@ -196,7 +201,7 @@ class Book:
             if record.ok:
                 model.applied = max(model.applied, call.seq)
             if record.ok and call.kind is CallKind.SAVE_STATE:
-                model.checkpoint = str(entry.accepted.work["folder"])
+                model.checkpoint = str(entry.accepted.work["path"])
             if call.seq >= model.next_seq and call.seq in model.held:
                 # It ended without having run (a gap that never closed, a job that ended): its place is used up.
                 del model.held[call.seq]

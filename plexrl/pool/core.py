@@ -32,6 +32,7 @@ class Core:
         self._wall_us = time.time_ns() // 1000
         self._monotonic_ns = time.monotonic_ns()
         self._waiters: dict[str, list[asyncio.Future]] = {}
+        self._unsynced: dict[str, asyncio.Future] = {}  # by future: its newest record, until that is on disk
         self._tasks: set[asyncio.Task] = set()
 
     def now_us(self) -> int:
@@ -43,6 +44,24 @@ class Core:
         self.book.apply(record)
         self._ledger(records.strip(record))
         return self.journal.append(record, durable)
+
+    def keep(self, id: str, record: records.Record) -> asyncio.Future:
+        """Commit a record of the future `id`; until it is on disk nobody is told (`wait`, `settled`)."""
+        future = self._unsynced[id] = self.commit(record)
+        future.add_done_callback(lambda done: self._unsynced.pop(id) if self._unsynced.get(id) is done else None)
+        return future
+
+    async def settled(self, id: str) -> None:
+        """Wait until what the book knows of the future `id` is on disk."""
+        if (future := self._unsynced.get(id)) is not None:
+            await asyncio.shield(future)
+
+    def when_settled(self, id: str, then: Callable[[], None]) -> None:
+        """Call then() when what the book knows of the future `id` is on disk."""
+        if (future := self._unsynced.get(id)) is not None:
+            future.add_done_callback(lambda _: then())
+        else:
+            then()
 
     def spawn(self, coroutine) -> asyncio.Task:
         """A task that the head keeps and whose failure it logs."""
@@ -64,7 +83,7 @@ class Core:
 
     async def wait(self, entry: Entry, timeout: float) -> bool:
         """Wait until a future has ended and is on disk. False after timeout seconds."""
-        if entry.ended is not None:
+        if entry.ended is not None and entry.id not in self._unsynced:
             return True
         future = asyncio.get_running_loop().create_future()
         waiters = self._waiters.setdefault(entry.id, [])
@@ -85,7 +104,7 @@ class Core:
         entry = self.book.entries.get(record.id)
         if entry is None or entry.ended is not None:
             if then is not None:
-                then()
+                self.when_settled(record.id, then)
             return
 
         def told(_: asyncio.Future) -> None:
@@ -95,7 +114,7 @@ class Core:
             if then is not None:
                 then()
 
-        self.commit(record).add_done_callback(told)
+        self.keep(record.id, record).add_done_callback(told)
 
     def fail(self, id: str, error: str, category: str) -> None:
         """End a future with an error."""

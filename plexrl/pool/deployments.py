@@ -24,6 +24,7 @@ class Deployments:
         turns.on_build_failed = self._build_failed
         turns.on_lost = self.gang_lost
         self._gang_up: dict[str, bool] = {}
+        self._losing: set[str] = set()
 
     # -- opening -------------------------------------------------------------------------------------------------------
 
@@ -126,8 +127,13 @@ class Deployments:
         for model in self._core.book.live_models(name):
             self._core.fail(f"{model.id}:0", f"the worker group was not built: {why}", "server")
             self._core.spawn(self.end_model(model, f"its worker group was not built: {why}"))
-        self._groups.retire(name, f"not built: {why}")
-        self._turns.remove(name)
+        self._core.spawn(self._retire(name, f"not built: {why}"))
+
+    async def _retire(self, name: str, reason: str) -> None:
+        if await self._groups.retire(name, reason):
+            self._turns.remove(name)
+
+    # -- after a change of the head ------------------------------------------------------------------------------------
 
     def adopt(self, gang_id: str, hello: m.HostHello) -> None:
         """A gang that outlived the last head: what it has is ours again, what it lacks is made or lost."""
@@ -135,22 +141,43 @@ class Deployments:
         group, _ = self._groups.gang(gang_id)
         if group.placed.spec.role is not Role.TRAIN:
             return
-        for model in self._core.book.live_models(group.placed.spec.group):
-            created = self._core.book.entries.get(f"{model.id}:0")
+        live = self._core.book.live_models(group.placed.spec.group)
+        for model in live:
             if model.id in hello.deployments:
-                if created is not None and created.ended is None:
+                if self._unborn(model):
                     self._created(model)
-            elif created is not None and created.ended is None:
+            elif self._unborn(model):
                 self.start(model)
             else:
-                self._core.spawn(self.end_model(model, "its engine host does not know it", lost=True))
+                self._core.spawn(self.end_model(model, f"its engine host does not know it{model.resume}", lost=True))
+        for name in set(hello.deployments) - {model.id for model in live}:
+            self._core.spawn(self._close(self._core.book.models[name]))
+
+    def finish_ends(self) -> None:
+        """End what the last head had begun to end: models of sessions and jobs that are over, groups without models."""
+        book = self._core.book
+        for name, session in list(book.sessions.items()):
+            job = book.jobs[session.opened.job]
+            if job.ended and not session.ended:
+                self._core.spawn(self.end_session(name, job.ended))
+        for model in list(book.models.values()):
+            session = book.sessions[model.created.session]
+            group = book.groups[model.created.group]
+            if session.ended and not model.ended:
+                self._core.spawn(self.end_model(model, f"its session ended ({session.ended})"))
+            elif model.ended and not group.ended and group.placed.kind == "full":
+                self._core.spawn(self._close(model))
+
+    def _unborn(self, model: Model) -> bool:
+        """Whether the deployment is still being made."""
+        entry = self._core.book.entries.get(f"{model.id}:0")
+        return entry is not None and entry.ended is None
 
     # -- calls in order ------------------------------------------------------------------------------------------------
 
     def release(self, model: Model) -> None:
         """Hand the scheduler the calls whose turn in the model's order has come."""
-        created = self._core.book.entries.get(f"{model.id}:0")
-        if model.ended or created is None or created.ended is None:
+        if model.ended or self._unborn(model):
             return
         for call_id in self._core.book.release(model):
             entry = self._core.book.entries[call_id]
@@ -164,8 +191,7 @@ class Deployments:
         core = self._core
         for model in core.book.models.values():
             late = core.now_us() - model.held_since_us > core.config.limits.sequence_gap_us
-            created = core.book.entries.get(f"{model.id}:0")
-            if model.held and late and not model.ended and created is not None and created.ended is not None:
+            if model.held and late and not model.ended and not self._unborn(model):
                 for call_id in list(model.held.values()):
                     core.fail(call_id, f"seq_id {model.next_seq} of {model.id} never came", "user")
                 last = max(model.consumed, default=model.next_seq)
@@ -215,20 +241,20 @@ class Deployments:
         for call_id in list(model.held.values()):
             core.fail(call_id, f"model {model.id} ended: {reason}", "server")
         for call in self._open_calls(model):
-            self._turns.cancel(call)
-        before = {name for name, group in core.book.groups.items() if not group.ended}
-        await self._groups.close(model)
-        for name in before:
-            if core.book.groups[name].ended:
-                self._turns.remove(name)
+            self._turns.cancel(call, f"model {model.id} ended: {reason}", "server")
+        await self._close(model)
+
+    async def _close(self, model: Model) -> None:
+        """Take back what an ended deployment had, and let the scheduler forget the groups that ended with it."""
+        for name in await self._groups.close(model):
+            self._turns.remove(name)
 
     def _open_calls(self, model: Model) -> list[Call]:
-        versions = {v.published.version for v in self._core.book.model_versions(model.id)}
-        calls = [
-            self._core.book.entries[call].accepted.call
-            for call in self._core.book.open_calls.get(model.created.job, ())
-        ]
-        return [call for call in calls if call.deployment == model.id or call.deployment in versions]
+        """Calls of the model, and samples from its versions by whatever job."""
+        mine = {v.published.version for v in self._core.book.model_versions(model.id)} | {model.id}
+        entries = self._core.book.entries
+        calls = (entries[id].accepted.call for ids in self._core.book.open_calls.values() for id in ids)
+        return [call for call in calls if call.deployment in mine]
 
     async def end_session(self, name: str, reason: str) -> None:
         """A session is over, with its models."""
@@ -258,19 +284,23 @@ class Deployments:
         """A gang's state is gone: a trainer's deployments are lost, their checkpoints named; samplers come back."""
         self._gang_up[gang_id] = False
         group, _ = self._groups.gang(gang_id)
-        if group.ended:
+        if group.ended or gang_id in self._losing:
             return
-        name = group.placed.spec.group
         log.error("gang %s is lost: %s", gang_id, why)
-        self._groups.rank_ended(gang_id, why)
-        self._turns.lost(gang_id)
-        if group.placed.spec.role is Role.TRAIN:
-            for model in self._core.book.live_models(name):
-                last = f"; its last checkpoint is {model.checkpoint}" if model.checkpoint else "; it had no checkpoint"
-                self._core.spawn(self.end_model(model, f"its worker group was lost ({why}){last}", lost=True))
-            if group.placed.kind == "full":
-                return
-        self._core.spawn(self._rebuild(gang_id))
+        self._losing.add(gang_id)
+        self._core.spawn(self._lose(gang_id, why))
 
-    async def _rebuild(self, gang_id: str) -> None:
-        self._turns.rebuild(gang_id)
+    async def _lose(self, gang_id: str, why: str) -> None:
+        group, _ = self._groups.gang(gang_id)
+        spec = group.placed.spec
+        try:
+            await self._turns.lost(gang_id)
+        finally:
+            self._losing.discard(gang_id)
+        if spec.role is Role.TRAIN:
+            for model in self._core.book.live_models(spec.group):
+                # One that is still being made has nothing to lose: it is made when the gang is built again.
+                if not self._unborn(model):
+                    await self.end_model(model, f"its worker group was lost ({why}){model.resume}", lost=True)
+        if not group.ended:
+            self._turns.rebuild(gang_id)

@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     gang: str
+    build: str
     node: str
     first_on_node: bool
     engine: dict[str, object]
@@ -112,16 +113,16 @@ class _Leader:
     """Serves the head: messages between two steps, steps while there is work."""
 
     def __init__(self, settings: Settings, host):
-        from plexrl.pool.peer import HeadLink
-        from plexrl.wire.keys import Keys
+        from plexrl.pool.peer import HeadLink, Replies
 
         self._settings = settings
         self._host = host
         self._resident = True
         self._wake = asyncio.Event()
         self._exit = False
+        self._replies = Replies()
         self._link = HeadLink(
-            Path(settings.control), Keys.load(settings.keys), f"gang:{settings.gang}", self._hello, self._take
+            Path(settings.control), Path(settings.keys), f"gang:{settings.gang}", self._hello, self._take
         )
 
     async def serve(self) -> None:
@@ -142,7 +143,7 @@ class _Leader:
     def _hello(self) -> m.HostHello:
         return m.HostHello(
             gang=self._settings.gang,
-            built=True,
+            build=self._settings.build,
             resident=self._resident,
             deployments=tuple(sorted(self._host.deployments)),
             versions=tuple(sorted(self._host.versions)),
@@ -161,9 +162,12 @@ class _Leader:
             case m.Run():
                 self._report(self._host.run(message.works))
             case m.Pause():
-                self._link.send(m.Paused(unfinished=self._host.pause()))
+                self._link.send(m.Paused(build=self._settings.build, unfinished=self._host.pause()))
             case m.Order():
-                self._link.send(self._obey(message))
+                new, reply = self._replies.take(message.id)
+                if new:
+                    reply = self._replies.give(self._obey(message))
+                self._link.send(reply)
             case m.Ack():
                 for call in message.ids:
                     self._host.outcomes.pop(call, None)

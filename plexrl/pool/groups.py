@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 
 from plexrl.config.schema import Model as ModelConfig
 from plexrl.engines import noop, sizing
@@ -13,6 +14,7 @@ from plexrl.types import BadInput, Gang, GroupSpec, PlexrlError, Role, Slab, Una
 
 log = logging.getLogger("plexrl.head")
 _BUILD_S = 600.0
+_KILL_S = 30.0
 
 
 def node_of(gpu: str) -> str:
@@ -26,7 +28,7 @@ class Groups:
     def __init__(self, core: Core):
         self._core = core
         self._built: dict[str, asyncio.Future] = {}
-        self._open: dict[str, asyncio.Event] = {}
+        self._builds: dict[str, str] = {}  # gang -> which life of it is ours
         self.hosts: dict[str, m.HostHello] = {}
         self.attached: dict[str, set[str]] = {}
 
@@ -99,6 +101,8 @@ class Groups:
         """Start a gang's ranks and wait until its leader says hello. Raises PlexrlError with what they said."""
         core = self._core
         group, gang = self.gang(gang_id)
+        if group.ended:
+            raise Unavailable(f"group {group.placed.spec.group} has ended: {group.ended}")
         placed = group.placed
         config = core.config.models[placed.base]
         sizes = self._sizes(config, placed.spec.role, placed.kind)
@@ -106,6 +110,7 @@ class Groups:
         rendezvous = core.layout.run / f"{gang_id.replace('/', '.')}.{core.now_us()}.rendezvous"
         owner = self._owner(group)
         future = self._built[gang_id] = asyncio.get_running_loop().create_future()
+        build = self._builds[gang_id] = secrets.token_hex(6)
         self.attached[gang_id] = set()
         try:
             for rank, (gpu, extent) in enumerate(zip(gang.gpus, gang.extents, strict=True)):
@@ -136,6 +141,7 @@ class Groups:
                         id=0,
                         gang=gang_id,
                         rank=rank,
+                        build=build,
                         gpu=int(gpu.rpartition(":")[2]),
                         engine=engine,
                         nodes=nodes,
@@ -147,59 +153,104 @@ class Groups:
                 await future
         except TimeoutError:
             raise Unavailable(f"the engine of {gang_id} was not ready within {_BUILD_S:.0f} s") from None
+        except PlexrlError:
+            if future.done():
+                future.exception()  # one reason is enough
+            raise
         finally:
             self._built.pop(gang_id, None)
             for path in (rendezvous, rendezvous.with_name(f"{rendezvous.name}.steps")):
                 path.unlink(missing_ok=True)
 
-    def hello(self, hello: m.HostHello) -> None:
-        """A gang's leader is there."""
+    def hello(self, hello: m.HostHello) -> bool:
+        """A gang's leader is there. False when it is none of ours: an earlier life, or of a group that has ended."""
+        group = self._core.book.groups.get(hello.gang.rpartition("/")[0])
+        if group is None or group.ended or self._builds.setdefault(hello.gang, hello.build) != hello.build:
+            return False
         self.hosts[hello.gang] = hello
         self.attached.setdefault(hello.gang, set()).update(hello.versions)
         future = self._built.get(hello.gang)
         if future is not None and not future.done():
             future.set_result(None)
+        return True
 
-    def rank_ended(self, gang_id: str, why: str) -> bool:
-        """A rank of the gang is gone. True when the gang had been built before (it is lost now)."""
+    def rank_ended(self, gang_id: str, build: str, why: str) -> bool:
+        """A rank of the gang is gone. True when that makes a gang that was built a lost one."""
+        if self._builds.get(gang_id) != build:
+            return False
+        future = self._built.get(gang_id)
+        if future is None:
+            return self.disown(gang_id)
+        if not future.done():
+            future.set_exception(PlexrlError(f"a rank of {gang_id} ended while it was built: {why}"))
+        self._core.links.forget(f"gang:{gang_id}")
+        return False
+
+    def ours(self, gang_id: str, build: str) -> bool:
+        """Whether this is the life of the gang that counts."""
+        return self._builds.get(gang_id) == build
+
+    def missing(self, node: str, children: set[tuple[str, int, str]]) -> dict[str, str]:
+        """Gangs of ours that should have a rank on the node which is not among these children, with their build."""
+        return {
+            gang_id: build
+            for gang_id, build in self._builds.items()
+            if gang_id not in self._built
+            for rank, gpu in enumerate(self.gang(gang_id)[1].gpus)
+            if node_of(gpu) == node and (gang_id, rank, build) not in children
+        }
+
+    def node_lost(self, node: str) -> list[str]:
+        """The node's agent is another one: its ranks and memory are gone. Gangs that are lost by that."""
+        for name, future in self._built.items():
+            if node in {node_of(gpu) for gpu in self.gang(name)[1].gpus} and not future.done():
+                future.set_exception(Unavailable(f"the agent of {node} ended while {name} was built"))
+        for name, version in self._core.book.versions.items():
+            if version.in_memory and node in version.published.nodes:
+                self._core.commit(records.VersionDropped(now_us=self._core.now_us(), version=name))
+        return list(self.missing(node, set()))
+
+    def disown(self, gang_id: str) -> bool:
+        """Whatever is left of the gang is not ours any more. False when it was not ours."""
         self.hosts.pop(gang_id, None)
         self.attached.pop(gang_id, None)
         self._core.links.forget(f"gang:{gang_id}")
-        future = self._built.get(gang_id)
-        if future is not None and not future.done():
-            future.set_exception(PlexrlError(f"a rank of {gang_id} ended while it was built: {why}"))
-            return False
-        return future is None
+        return self._builds.pop(gang_id, None) is not None
 
-    def kill(self, gang_id: str) -> None:
-        """End every rank of a gang."""
+    async def kill(self, gang_id: str) -> None:
+        """End every rank of a gang and wait until all are gone: then nobody writes to its memory any more."""
+        self.disown(gang_id)
         _, gang = self.gang(gang_id)
-        for node in dict.fromkeys(node_of(gpu) for gpu in gang.gpus):
-            self._core.links.send(f"agent:{node}", m.Kill(gang=gang_id))
+        await asyncio.gather(*(self.kill_on(node, gang_id) for node in dict.fromkeys(map(node_of, gang.gpus))))
 
-    def retire(self, group_id: str, reason: str) -> None:
-        """End a group: its processes, its place, its host memory."""
+    async def kill_on(self, node: str, gang_id: str) -> None:
+        """The same on one node. An agent that has gone has taken its ranks with it."""
+        try:
+            await self._core.links.order(f"agent:{node}", m.Kill(id=0, gang=gang_id), _KILL_S)
+        except Unavailable as error:
+            log.warning("the ranks of %s on %s were not ended by its agent: %s", gang_id, node, error)
+
+    async def retire(self, group_id: str, reason: str) -> bool:
+        """End a group: its processes, its place, its host memory. False when another has begun to.
+
+        When it returns nothing of the group runs any more, and the scheduler may give its place away.
+        """
         core = self._core
         group = core.book.groups[group_id]
         if group.ended:
-            return
-        core.commit(records.GroupEnded(now_us=core.now_us(), group=group_id, reason=reason))
-        for gang in group.placed.placement.gangs:
-            self.hosts.pop(gang.id, None)
-            self.attached.pop(gang.id, None)
-            core.links.send(f"gang:{gang.id}", m.Exit())
-            self.kill(gang.id)
-            for node in dict.fromkeys(node_of(gpu) for gpu in gang.gpus):
-                core.spawn(self._free(node, f"park:{gang.id}"))
+            return False
+        await core.commit(records.GroupEnded(now_us=core.now_us(), group=group_id, reason=reason))
+        gangs = group.placed.placement.gangs
+        await asyncio.gather(*(self.kill(gang.id) for gang in gangs))
+        for gang in gangs:
+            for node in dict.fromkeys(map(node_of, gang.gpus)):
+                await self._free(node, f"park:{gang.id}")
+        return True
 
     # -- deployments ---------------------------------------------------------------------------------------------------
 
-    def opened(self, model: str) -> asyncio.Event:
-        """Set when the deployment exists on its gang."""
-        return self._open.setdefault(model, asyncio.Event())
-
     async def create(self, model: Model) -> None:
-        """Make the deployment on every rank of its trainer. Raises PlexrlError; nothing is left then."""
+        """Make the deployment on every rank of its trainer. Raises PlexrlError; `close` then takes back what is left."""
         core, created = self._core, model.created
         (gang,) = self.gangs(created.group)
         kind = core.book.groups[created.group].placed.kind
@@ -209,56 +260,62 @@ class Groups:
             size = sizing.state_bytes(
                 config.path, config.dtype, kind, created.lora_rank, created.attn, created.mlp, created.unembed
             )
-        try:
-            slabs = [
-                await self._allocate(node_of(gpu), f"state:{model.id}:{rank}", size, created.uid)
-                for rank, gpu in enumerate(gang.gpus)
-            ]
-            await core.links.order(
-                f"gang:{gang.id}",
-                m.Order(
-                    id=0,
-                    verb="create",
-                    args={
-                        "deployment": model.id,
-                        "slabs": slabs,
-                        "lora_rank": created.lora_rank,
-                        "seed": created.seed,
-                        "attn": created.attn,
-                        "mlp": created.mlp,
-                        "unembed": created.unembed,
-                        "folder": created.init_path,
-                        "optimizer": created.init_optimizer,
-                    },
-                ),
-            )
-        except PlexrlError:
-            await self._free_state(model)
-            raise
-        self.opened(model.id).set()
+        slabs = [
+            await self._allocate(node_of(gpu), f"state:{model.id}:{rank}", size, created.uid)
+            for rank, gpu in enumerate(gang.gpus)
+        ]
+        await core.links.order(
+            f"gang:{gang.id}",
+            m.Order(
+                id=0,
+                verb="create",
+                args={
+                    "deployment": model.id,
+                    "slabs": slabs,
+                    "lora_rank": created.lora_rank,
+                    "seed": created.seed,
+                    "attn": created.attn,
+                    "mlp": created.mlp,
+                    "unembed": created.unembed,
+                    "folder": created.init_path,
+                    "optimizer": created.init_optimizer,
+                },
+            ),
+        )
 
-    async def close(self, model: Model) -> None:
-        """Take an ended deployment off its gang and free its memory; retire groups that served it alone."""
+    async def close(self, model: Model) -> list[str]:
+        """Take an ended deployment off its gang and free its memory; retire groups that served it alone: their ids."""
         core, created = self._core, model.created
         group = core.book.groups[created.group]
         for version in core.book.model_versions(model.id):
             await self.drop_version(version)
         full = group.placed.kind == "full"
         isolated = core.config.scheduler.placement == "isolated"
-        done = full or (isolated and not core.book.live_models(created.group))
-        if done:
-            self.retire(created.group, f"{model.id} ended")
+        retired = []
+        if full or (isolated and not core.book.live_models(created.group)):
             sampler = self.find(created.base, Role.SAMPLE, group.placed.kind, model.id if full else "", created.job)
-            if sampler is not None:
-                self.retire(sampler.placed.spec.group, f"{model.id} ended")
+            for one in (group, sampler):
+                if one is not None and await self.retire(one.placed.spec.group, f"{model.id} ended"):
+                    retired.append(one.placed.spec.group)
         elif not group.ended:
             (gang,) = group.placed.placement.gangs
-            if gang.id in self.hosts:
-                try:
-                    await core.links.order(f"gang:{gang.id}", m.Order(id=0, verb="drop", args={"deployment": model.id}))
-                except (OrderFailed, Unavailable) as error:
-                    log.warning("%s was not dropped in order: %s", model.id, error)
+            if not await self._let_go(gang.id, "drop", {"deployment": model.id}):
+                return retired
         await self._free_state(model)
+        return retired
+
+    async def _let_go(self, gang_id: str, verb: str, args: dict[str, object]) -> bool:
+        """Have an engine host let go of a slab. False when it may still use it: then it must not be freed."""
+        if gang_id not in self.hosts:
+            return True
+        try:
+            await self._core.links.order(f"gang:{gang_id}", m.Order(id=0, verb=verb, args=args))
+        except OrderFailed as error:
+            log.warning("%s of %s: %s", verb, gang_id, error)
+        except Unavailable as error:
+            log.warning("%s of %s: %s", verb, gang_id, error)
+            return gang_id not in self.hosts
+        return True
 
     def _owner(self, group: Group) -> int:
         model = self._core.book.models.get(group.placed.model)
@@ -339,15 +396,32 @@ class Groups:
         if not version.in_memory:
             return
         core.commit(records.VersionDropped(now_us=core.now_us(), version=name))
-        for gang_id, known in self.attached.items():
+        free = True
+        for gang_id, known in list(self.attached.items()):
             if name in known:
                 known.discard(name)
-                try:
-                    await core.links.order(f"gang:{gang_id}", m.Order(id=0, verb="detach", args={"version": name}))
-                except (OrderFailed, Unavailable) as error:
-                    log.warning("%s was not detached from %s in order: %s", name, gang_id, error)
-        for node in version.published.nodes:
-            await self._free(node, f"version:{name}")
+                free &= await self._let_go(gang_id, "detach", {"version": name})
+        if free:
+            for node in version.published.nodes:
+                await self._free(node, f"version:{name}")
+
+    async def tidy(self, node: str, slabs: tuple[str, ...]) -> None:
+        """After a change of the head: free what only the last one knew how to free."""
+        book = self._core.book
+        for slab in slabs:
+            kind, _, rest = slab.partition(":")
+            match kind:
+                case "state":
+                    model = book.models.get(rest.rpartition(":")[0])
+                    needed = model is not None and not model.ended
+                case "version":
+                    needed = rest in book.versions and book.versions[rest].in_memory
+                case "park":
+                    needed = rest in self.hosts
+                case _:
+                    continue
+            if not needed:
+                await self._free(node, slab)
 
     # -- host memory ---------------------------------------------------------------------------------------------------
 

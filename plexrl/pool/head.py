@@ -32,13 +32,14 @@ from plexrl.pool.links import Links
 from plexrl.pool.status import write_status
 from plexrl.pool.turns import Turns
 from plexrl.scheduler import Policy, Scheduler
-from plexrl.types import BadInput, Epoch, Peer, PlexrlError, Unavailable, records
+from plexrl.types import BadInput, Epoch, Gang, Peer, PlexrlError, Unavailable, records
 from plexrl.wire.keys import Keys
 from plexrl.wire.registry import Live, Registry
 
 log = logging.getLogger("plexrl.head")
 _AGENTS_S = 120.0
-_HOSTS_S = 30.0
+_HOSTS_S = 600.0
+_FULL_S = 5.0
 _PAUSE_S = 120.0
 _CHECK_S = 5.0
 _SPANS_S = 10
@@ -93,6 +94,7 @@ class Head:
         self._early: list[tuple[str, m.Message]] | None = []
         self._stop = asyncio.Event()
         self._failure = ""
+        self._failed = asyncio.Event()
 
     async def run(self) -> int:
         """Serve until told to stop. Exit code 0 in order, 75 when another head should be tried."""
@@ -103,6 +105,7 @@ class Head:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         self._layout.make()
+        self._layout.sweep()
         adopt = self._remember()
         context = zmq.Context()
         await self._open(context, adopt)
@@ -115,8 +118,11 @@ class Head:
             await self._let_jobs(True)
             self._turns.perform(self._core.scheduler.startup_done(self._core.now_us()))
             log.info("pool %s is ready: %s", self._name, ", ".join(self._gpus()))
-            tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._account())]
-            await self._stop.wait()
+            stop = asyncio.create_task(self._stop.wait())
+            tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._account()), stop]
+            for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0] - {stop}:
+                log.error("the head cannot go on", exc_info=task.exception())
+                self._fail(f"{task.exception()}")
             await self._drain()
         finally:
             for task in tasks:
@@ -144,7 +150,7 @@ class Head:
         start = max(int(time.time()), previous[-1].start + 1 if previous else 0)
         epoch = Epoch(start, self._allocation.slurm_job, restart)
         instance = core.book.started.instance if adopt else f"{epoch.start:x}{os.urandom(4).hex()}"
-        core.journal = Journal(self._layout.journal, epoch, asyncio.get_running_loop(), self._journal_failed)
+        core.journal = await self._new_journal(epoch)
         server, inner, client = (self._keys(name, adopt) for name in ("door.json", "inner.json", "keys.json"))
         core.links = Links(
             context, f"tcp://{self._config.interface}:0", inner, client.public, epoch, self._hello, self._receive
@@ -169,6 +175,18 @@ class Head:
         self._epoch = epoch
         self._announce("starting")
         write_control(self._layout.control, Control(address=core.links.address, server_key=inner.public, epoch=epoch))
+
+    async def _new_journal(self, epoch: Epoch) -> Journal:
+        """A full disk is waited for: engine hosts keep what they have meanwhile."""
+        while True:
+            try:
+                return Journal(self._layout.journal, epoch, asyncio.get_running_loop(), self._journal_failed)
+            except OSError as error:
+                if self._stop.is_set():
+                    raise
+                log.critical("no journal can be written in %s (%s); trying again", self._layout.journal, error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), _FULL_S)
 
     def _keys(self, name: str, keep: bool) -> Keys:
         """A key pair per start of the pool; a head that follows another in one allocation keeps it."""
@@ -218,7 +236,7 @@ class Head:
         )
         begun = book.last_span_us if adopt else self._allocation.allocated_us
         core.scheduler.start(min(begun or core.now_us(), core.now_us()))
-        await core.commit(
+        await self._written(
             records.EpochStarted(
                 now_us=core.now_us(),
                 epoch=self._epoch,
@@ -242,8 +260,7 @@ class Head:
         core, book = self._core, self._core.book
         for model in book.models.values():
             if not model.ended:
-                last = f"; its last checkpoint is {model.checkpoint}" if model.checkpoint else ""
-                reason = f"the pool's allocation ended{last}"
+                reason = f"the pool's allocation ended{model.resume}"
                 core.commit(records.ModelEnded(now_us=core.now_us(), model=model.id, reason=reason, lost=True))
         for name, group in book.groups.items():
             if not group.ended:
@@ -258,22 +275,19 @@ class Head:
         """The engine hosts kept their state: pause them, take their groups up, and submit what was open again."""
         core, book = self._core, self._core.book
         groups = {name: group.placed for name, group in book.groups.items() if not group.ended}
-        gangs = [gang.id for placed in groups.values() for gang in placed.placement.gangs]
-        deadline = time.monotonic() + _HOSTS_S
-        while set(gangs) - set(self._groups.hosts) and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-        there = [gang for gang in gangs if gang in self._groups.hosts]
-        await asyncio.gather(*(self._pause(gang) for gang in there))
+        gangs = {gang.id: gang for placed in groups.values() for gang in placed.placement.gangs}
+        await self._end_orphans(set(gangs))
+        there = await self._whole(gangs)
+        held = dict(zip(there, await asyncio.gather(*(self._pause(gang) for gang in there)), strict=True))
+        there = {gang: unfinished for gang, unfinished in held.items() if unfinished is not None}
+        resident = {gang for gang in there if self._groups.hosts[gang].resident}
+        outcomes = [(gang, outcome) for gang in there for outcome in self._groups.hosts[gang].outcomes]
+        await asyncio.gather(*(self._groups.kill(gang) for gang in gangs if gang not in there))
         for placed in groups.values():
-            resident = {
-                gang.id
-                for gang in placed.placement.gangs
-                if gang.id in self._groups.hosts and self._groups.hosts[gang.id].resident
-            }
             self._turns.perform(core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident))
-        for gang in there:
-            for outcome in self._groups.hosts[gang].outcomes:
-                self._turns.outcome(gang, outcome)
+        self._drop_lost_versions()
+        for gang, outcome in outcomes:
+            self._turns.outcome(gang, outcome)
         for gang in gangs:
             if gang in there:
                 self._deployments.adopt(gang, self._groups.hosts[gang])
@@ -281,45 +295,115 @@ class Head:
                 self._deployments.gang_lost(gang, "its engine host did not come back to the new head")
         for model in list(book.models.values()):
             self._deployments.release(model)
-        for entry in list(book.entries.values()):
-            if entry.accepted is not None and entry.ended is None and entry.accepted.call.seq is None:
-                self._turns.submit(entry.accepted.call)
+        self._resume_samples({call: gang for gang, unfinished in there.items() for call in unfinished})
+        self._deployments.finish_ends()
+        for agent in self._agents.values():
+            core.spawn(self._groups.tidy(agent.node, agent.slabs))
 
-    async def _pause(self, gang: str) -> None:
+    async def _end_orphans(self, gangs: set[str]) -> None:
+        """Engine hosts of groups that ended while the last head could not tell them."""
+        for agent in self._agents.values():
+            for gang in {child[0] for child in agent.children} - gangs:
+                await self._groups.kill_on(agent.node, gang)
+
+    async def _whole(self, gangs: dict[str, Gang]) -> list[str]:
+        """Gangs whose ranks all live, when their leaders have said hello (one may still be building)."""
+        deadline = time.monotonic() + _HOSTS_S
+        while True:
+            ended = {(x.gang, x.rank, x.build) for _, x in self._early or () if isinstance(x, m.ChildEnded)}
+            alive = {child[:2] for agent in self._agents.values() for child in agent.children if child not in ended}
+            whole = [name for name, gang in gangs.items() if {(name, rank) for rank in range(len(gang.gpus))} <= alive]
+            there = [name for name in whole if name in self._groups.hosts]
+            if len(there) == len(whole) or time.monotonic() > deadline or self._stop.is_set():
+                return there
+            await asyncio.sleep(0.05)
+
+    async def _pause(self, gang: str) -> tuple[str, ...] | None:
+        """The calls that the gang holds, now that it has stopped; None when it does not answer."""
         future = self._paused[gang] = asyncio.get_running_loop().create_future()
         self._core.links.send(f"gang:{gang}", m.Pause())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(future, _PAUSE_S)
-        del self._paused[gang]
+        try:
+            return await asyncio.wait_for(future, _PAUSE_S)
+        except TimeoutError:
+            return None
+        finally:
+            del self._paused[gang]
+
+    def _drop_lost_versions(self) -> None:
+        """An agent that is another one has not the memory that snapshots were in."""
+        slabs = {agent.node: set(agent.slabs) for agent in self._agents.values()}
+        for name, version in self._core.book.versions.items():
+            if version.in_memory and any(f"version:{name}" not in slabs[node] for node in version.published.nodes):
+                self._core.commit(records.VersionDropped(now_us=self._core.now_us(), version=name))
+
+    def _resume_samples(self, holders: dict[str, str]) -> None:
+        """Submit open samples again; a replica that holds one which another one draws now is told to drop it."""
+        core = self._core
+        for entry in list(core.book.entries.values()):
+            if entry.accepted is not None and entry.ended is None and entry.accepted.call.seq is None:
+                self._turns.submit(entry.accepted.call)
+        for call, gang in holders.items():
+            at = core.scheduler.calls.get(call)
+            if at is None or at[1].id != gang:
+                core.links.send(f"gang:{gang}", m.Cancel(call=call))
+
+    async def _written(self, record: records.Record) -> None:
+        """Commit and wait until it is on disk. Raises Unavailable when the journal cannot be written."""
+        written = self._core.commit(record)
+        failed = asyncio.create_task(self._failed.wait())
+        await asyncio.wait([written, failed], return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
+        if not written.done():
+            raise Unavailable(f"the journal cannot be written: {self._failure}")
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
-    def _hello(self, name: str, message: m.Message) -> None:
+    def _hello(self, name: str, message: m.Message) -> bool:
         match message:
             case m.AgentHello():
-                self._agents[message.node] = message
-                self._arrived.set()
+                self._meet(name, message)
             case m.HostHello():
-                self._groups.hello(message)
+                if not self._groups.hello(message):
+                    log.warning("an engine host of %s is not ours any more: it is told to end", message.gang)
+                    return False
+                if message.gang in self._paused:
+                    self._core.links.send(name, m.Pause())
                 if self._early is None:
                     for outcome in message.outcomes:
                         self._turns.outcome(message.gang, outcome)
+                    self._turns.repair(message.gang)
+        return True
+
+    def _meet(self, name: str, agent: m.AgentHello) -> None:
+        """An agent is there, for the first time or again; another one in place of one that ended has lost its node."""
+        before = self._agents.get(agent.node)
+        self._agents[agent.node] = agent
+        self._arrived.set()
+        if before is not None and before.birth != agent.birth:
+            self._core.links.forget(name)
+            if self._early is None:
+                for gang in self._groups.node_lost(agent.node):
+                    self._deployments.gang_lost(gang, f"the agent of {agent.node} ended")
+        elif self._early is None:
+            for gang, build in self._groups.missing(agent.node, set(agent.children)).items():
+                if self._groups.rank_ended(gang, build, "its process is gone"):
+                    self._deployments.gang_lost(gang, "its process is gone")
 
     def _receive(self, name: str, message: m.Message) -> None:
-        if isinstance(message, m.Paused) and name.removeprefix("gang:") in self._paused:
-            future = self._paused[name.removeprefix("gang:")]
-            if not future.done():
-                future.set_result(None)
+        gang = name.removeprefix("gang:")
+        if isinstance(message, m.Paused) and gang in self._paused:
+            if not self._paused[gang].done():
+                self._paused[gang].set_result(message.unfinished)
             return
         if self._early is not None:
             self._early.append((name, message))
             return
-        gang = name.removeprefix("gang:")
         match message:
             case m.Ended():
                 self._turns.outcome(gang, message.outcome)
             case m.Paused():
-                self._turns.paused(gang, message.unfinished)
+                if self._groups.ours(gang, message.build):
+                    self._turns.paused(gang, message.unfinished)
             case m.ChildEnded() if not self._stop.is_set():
                 self._child_ended(message)
 
@@ -327,7 +411,7 @@ class Head:
         why = f"rank {message.rank} ended with code {message.code}"
         if message.tail.strip():
             why += f": {message.tail.strip().splitlines()[-1][:300]}"
-        if self._groups.rank_ended(message.gang, why):
+        if self._groups.rank_ended(message.gang, message.build, why):
             self._deployments.gang_lost(message.gang, why)
 
     def _bye(self, peer: Peer) -> None:
@@ -374,7 +458,11 @@ class Head:
 
     def _journal_failed(self, error: OSError) -> None:
         log.critical("the journal cannot be written (%s): the head ends; what was acknowledged is on disk", error)
-        self._failure = str(error)
+        self._fail(str(error))
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+        self._failed.set()
         self._stop.set()
 
     async def _let_jobs(self, up: bool) -> None:
@@ -403,13 +491,13 @@ class Head:
         self._registry.withdraw(self._name, self._live.instance)
         if hasattr(core, "scheduler") and not self._failure:
             self._turns.perform(core.scheduler.spans(core.now_us()))
-            await core.commit(records.EpochEnded(now_us=core.now_us(), reason="stopped"))
+            await self._written(records.EpochEnded(now_us=core.now_us(), reason="stopped"))
             for node in self._agents:
                 core.links.send(f"agent:{node}", m.Shutdown())
             self._publish(core.now_us())
+            self._layout.clear()
         await asyncio.sleep(0.3)
         await core.close()
         core.links.close()
-        if not self._failure:
-            core.journal.close()
+        core.journal.close()
         context.destroy(linger=200)

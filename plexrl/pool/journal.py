@@ -7,6 +7,7 @@ and is ignored. Anywhere else it is corruption, and named.
 
 import asyncio
 import os
+import shutil
 import struct
 import threading
 import zlib
@@ -92,7 +93,11 @@ class Journal:
         self._closing = False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=False)
         self._number = 0
-        self._open_segment()
+        try:
+            self._open_segment()
+        except OSError:
+            shutil.rmtree(self._folder)
+            raise
         self.syncs = 0
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()

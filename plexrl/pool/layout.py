@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from plexrl.types import BadInput
@@ -34,6 +35,19 @@ class Layout:
             )
         for folder in (self.journal, self.ledger, self.agents, self.checkpoints, self.run, self.logs):
             folder.mkdir(mode=0o700, exist_ok=True)
+
+    def sweep(self) -> None:
+        """Remove the half-written files of a head that was killed."""
+        for path in self.run.glob(".*"):
+            path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """The pool has ended in order: nothing stays in run/."""
+        for path in self.run.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def checkpoint(self, uid: int, model: str, kind: str, name: str) -> Path:
         """The folder of a checkpoint, always under its owner's. Raises BadInput for a name that could escape it."""

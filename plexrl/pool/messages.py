@@ -23,12 +23,6 @@ class Welcome(Message):
     epoch: Epoch
 
 
-class Fenced(Message):
-    """The hello was refused."""
-
-    why: str
-
-
 class Ping(Message):
     """Sign of life, both ways."""
 
@@ -47,18 +41,25 @@ class Reply(Message):
 
 
 class AgentHello(Message):
-    """A node's agent, its GPUs in order, and the engine hosts it has running."""
+    """A node's agent, its GPUs in order, and what it holds.
+
+    birth: another one means that the process, its memory and its engine hosts are others. children: engine hosts as
+    (gang, rank, build). slabs: names in the arena.
+    """
 
     node: str
     gpus: tuple[str, ...]
-    children: tuple[tuple[str, int], ...]
+    birth: str
+    children: tuple[tuple[str, int, str], ...]
+    slabs: tuple[str, ...]
 
 
 class ChildEnded(Message):
-    """An engine host's process ended. tail: the end of its log."""
+    """An engine host's process ended without having been told to. tail: the end of its log."""
 
     gang: str
     rank: int
+    build: str
     code: int
     tail: str
 
@@ -80,11 +81,15 @@ class Free(Message):
 
 
 class Spawn(Message):
-    """Order: start one rank of a gang. base: name and size of the frozen base's slab, if it has one. Value: pid."""
+    """Order: start one rank of a gang. base: name and size of the frozen base's slab, if it has one. Value: pid.
+
+    build: which life of the gang; what is left of an earlier one is ended first.
+    """
 
     id: int
     gang: str
     rank: int
+    build: str
     gpu: int
     engine: dict[str, object]
     nodes: tuple[str, ...]
@@ -93,8 +98,9 @@ class Spawn(Message):
 
 
 class Kill(Message):
-    """End all ranks of a gang on this node."""
+    """Order: end all ranks of a gang on this node. Answered when their processes are gone."""
 
+    id: int
     gang: str
 
 
@@ -132,10 +138,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class HostHello(Message):
-    """A gang's leader. applied: last applied training seq by deployment; queue: calls it holds that have not ended."""
+    """A gang's leader. build: which life of the gang. queue: calls it holds that have not ended."""
 
     gang: str
-    built: bool
+    build: str
     resident: bool
     deployments: tuple[str, ...]
     versions: tuple[str, ...]
@@ -153,6 +159,7 @@ class Ended(Message):
 class Paused(Message):
     """The turn has stopped at a safe point; unfinished calls in order, the first may be half done."""
 
+    build: str
     unfinished: tuple[str, ...]
 
 
@@ -193,7 +200,6 @@ class Exit(Message):
 AnyMessage = (
     Who
     | Welcome
-    | Fenced
     | Ping
     | Reply
     | AgentHello

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -23,6 +24,8 @@ from msgspec import Struct
 
 _PACKET = 1 << 20
 _FDS = 8
+# Head, proxies and the users' programs are served before the pretend GPUs.
+_NICE = 10
 
 
 class Birth(Struct, frozen=True, tag=True):
@@ -53,11 +56,12 @@ _decode = msgspec.msgpack.Decoder(Birth | Born | Died).decode
 
 
 class Nursery:
-    """The agent's side. died(pid, code) is called on the loop for every rank that ends."""
+    """The agent's side. died(pid, code) is called on the loop for every rank that ends, gone() if the nursery does."""
 
-    def __init__(self, models: Sequence[str], died: Callable[[int, int], None]):
+    def __init__(self, models: Sequence[str], died: Callable[[int, int], None], gone: Callable[[], None]):
         """models: folders whose model classes are imported ahead."""
         self._died = died
+        self._gone = gone
         self._waiting: dict[int, asyncio.Future] = {}
         self._count = 0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,7 +76,7 @@ class Nursery:
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     async def bear(self, settings: bytes, core: int, log: int, fds: Sequence[int]) -> int:
-        """Fork a rank; its pid. In it the given descriptors have the numbers of `rank_fds(len(fds))`."""
+        """Fork a rank; its pid. In it the given descriptors have the numbers of `rank_fds(len(fds))`. Raises OSError."""
         self._count += 1
         future = self._waiting[self._count] = asyncio.get_running_loop().create_future()
         order = _encode(Birth(self._count, settings, core, len(fds)))
@@ -87,12 +91,24 @@ class Nursery:
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while packet := self._socket.recv(_PACKET):
+            while packet := self._receive():
                 match _decode(packet):
                     case Born(number=number, pid=pid):
                         self._waiting.pop(number).set_result(pid)
                     case Died(pid=pid, code=code):
                         self._died(pid, code)
+            asyncio.get_running_loop().remove_reader(self._socket)
+            for future in self._waiting.values():
+                future.set_exception(ChildProcessError("the nursery ended"))
+            self._waiting.clear()
+            self._gone()
+
+    def _receive(self) -> bytes:
+        """The next packet; empty when the nursery has ended."""
+        try:
+            return self._socket.recv(_PACKET)
+        except ConnectionResetError:
+            return b""
 
 
 def rank_fds(count: int) -> list[int]:
@@ -172,7 +188,8 @@ def _live(order: Birth, descriptors: list[int]) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        os.nice(10)
+        os.nice(_NICE)
+        _nice_session()
         os.sched_setaffinity(0, {order.core})
         # First above every target, so that none is overwritten before it has moved.
         high = [os.dup2(fd, 100 + i) for i, fd in enumerate(descriptors)]
@@ -191,6 +208,23 @@ def _live(order: Birth, descriptors: list[int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _nice_session() -> None:
+    """Outside of a cgroup the kernel weighs whole sessions (autogroup), and a rank has one of its own: nice it too.
+
+    An unprivileged process may do so once in 100 ms on the whole machine.
+    """
+    for _ in range(50):
+        try:
+            with open("/proc/self/autogroup", "w") as group:
+                group.write(str(_NICE))
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:
+            return  # a kernel without it
+        else:
+            return
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,13 +10,37 @@ import zmq
 
 from plexrl.pool import messages as m
 from plexrl.pool.control import Control, read_control
-from plexrl.types import Epoch, Unavailable
+from plexrl.types import BadInput, Epoch, Unavailable
 from plexrl.wire.channel import Client
 from plexrl.wire.keys import Keys
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _PING_S = 1.0
+_REPLIES = 1024
+
+
+class Replies:
+    """Orders that were taken, by id, with their replies once there are any: a head repeats an order when the connection
+    fell before it had the reply, and it must not be carried out twice.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, m.Reply | None] = OrderedDict()
+
+    def take(self, id: int) -> tuple[bool, m.Reply | None]:
+        """(Whether the order is new, the reply if there is one already)."""
+        if id in self._known:
+            return False, self._known[id]
+        self._known[id] = None
+        while len(self._known) > _REPLIES:
+            self._known.popitem(last=False)
+        return True, None
+
+    def give(self, reply: m.Reply) -> m.Reply:
+        """Keep the reply to an order; returns it."""
+        self._known[reply.id] = reply
+        return reply
 
 
 class HeadLink:
@@ -28,13 +53,13 @@ class HeadLink:
     def __init__(
         self,
         control: Path,
-        keys: Keys,
+        keys: Path,
         identity: str,
         hello: Callable[[], m.Message],
         receive: Callable[[m.Message], None],
     ):
         self._control_path = control
-        self._keys = keys
+        self._keys_path = keys
         self._identity = identity.encode()
         self._hello = hello
         self._receive = receive
@@ -72,7 +97,10 @@ class HeadLink:
     def _look(self) -> None:
         try:
             control = read_control(self._control_path)
-        except Unavailable:
+            keys = Keys.load(self._keys_path)
+        except (Unavailable, BadInput) as error:
+            # No head has been here yet, or a new one is just writing its files.
+            log.debug("no head to be found: %s", error)
             return
         if self._control is not None and (control.address, control.server_key) == (
             self._control.address,
@@ -83,7 +111,7 @@ class HeadLink:
             self._client.close()
         self._welcomed = False
         self._control = control
-        self._client = Client(self._context, control.address, control.server_key, self._keys, self._identity)
+        self._client = Client(self._context, control.address, control.server_key, keys, self._identity)
         self._client.start(self._take, self._changed)
 
     def _changed(self, up: bool, why: str) -> None:

@@ -15,7 +15,8 @@ from plexrl.pool.core import Core
 from plexrl.pool.groups import Groups
 from plexrl.pool.layout import meta_of
 from plexrl.scheduler import Action, Build, Closed, Dropped, Pause, Run, Switch, Turn
-from plexrl.types import Call, CallKind, Moved, PlexrlError, records
+from plexrl.scheduler.turn import Phase
+from plexrl.types import Call, CallKind, Moved, PlexrlError, Unavailable, records
 
 log = logging.getLogger("plexrl.head")
 _SWITCH_S = 300.0
@@ -54,14 +55,18 @@ class Turns:
         def acknowledge() -> None:
             core.links.send(f"gang:{gang_id}", m.Ack(ids=(outcome.id,)))
 
+        # Also of a call that was ended early: the gang is free for the next one only now.
+        self.perform(core.scheduler.finished(core.now_us(), outcome.id, outcome.units))
+        self._tries.pop(outcome.id, None)
         entry = core.book.entries.get(outcome.id)
-        if entry is None or entry.ended is not None or entry.accepted is None:
+        if entry is None or entry.accepted is None:
             acknowledge()
+            return
+        if entry.ended is not None:
+            core.when_settled(outcome.id, acknowledge)
             return
         call = entry.accepted.call
         core.faults.hit(f"applied-{call.kind}")
-        self._tries.pop(call.id, None)
-        self.perform(core.scheduler.finished(core.now_us(), outcome.id, outcome.units))
         record = records.CallEnded(
             now_us=core.now_us(),
             id=outcome.id,
@@ -76,30 +81,41 @@ class Turns:
             gang=gang_id,
         )
         if outcome.ok:
-            record = self._finish(entry.accepted, record)
+            try:
+                record = self._finish(entry.accepted, record)
+            except OSError as error:
+                record = msgspec.structs.replace(record, ok=False, error=f"it was not kept: {error}", category="server")
         core.end(record, acknowledge)
 
     def paused(self, gang_id: str, unfinished: tuple[str, ...]) -> None:
         """A gang has stopped at a safe point."""
         self.perform(self._core.scheduler.paused(self._core.now_us(), gang_id, unfinished))
 
-    def lost(self, gang_id: str) -> None:
-        """A built gang lost a rank: its calls end, it is killed whole."""
-        self._groups.kill(gang_id)
+    async def lost(self, gang_id: str) -> None:
+        """A built gang lost a rank: it is killed whole; when nothing of it runs any more, its calls end."""
+        await self._groups.kill(gang_id)
         self.perform(self._core.scheduler.lost(self._core.now_us(), gang_id))
+
+    def repair(self, gang_id: str) -> None:
+        """The gang's leader is connected again: say again what it may have missed. It knows what it had."""
+        self._post(gang_id, lambda: self._say_again(gang_id))
+
+    async def _say_again(self, gang_id: str) -> None:
+        turn = self._core.scheduler.turns.get(gang_id)
+        if turn is None or turn.phase not in (Phase.OPEN, Phase.PAUSING):
+            return
+        await self._run(Run(gang_id, tuple(turn.state.active)))
+        if turn.phase is Phase.PAUSING:
+            await self._pause(Pause(gang_id))
 
     def rebuild(self, gang_id: str) -> None:
         """Build a lost gang again."""
         self.perform(self._core.scheduler.rebuild(self._core.now_us(), gang_id))
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: Call, why: str = "the call was cancelled", category: str = "user") -> None:
         """End a call early, wherever it is."""
         core = self._core
-        core.end(
-            records.CallEnded(
-                now_us=core.now_us(), id=call.id, ok=False, error="the call was cancelled", category="user"
-            )
-        )
+        core.fail(call.id, why, category)
         for gang in core.book.groups[call.group].placed.placement.gangs:
             core.links.send(f"gang:{gang.id}", m.Cancel(call=call.id))
         self.perform(core.scheduler.cancel(core.now_us(), call.id))
@@ -171,6 +187,7 @@ class Turns:
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions and set the timer for the scheduler's next tick."""
         core = self._core
+        dropped: list[str] = []
         for action in actions:
             match action:
                 case Closed():
@@ -184,10 +201,12 @@ class Turns:
                 case Pause():
                     self._post(action.gang, lambda a=action: self._pause(a))
                 case Dropped():
-                    for call in action.calls:
-                        self._dropped(call)
+                    dropped += action.calls
                 case Turn():
                     log.debug("turn of %s %s: %s", action.gang, "ended" if action.ended else "began", action.reason)
+        # Last, because a call that is submitted again brings actions of its own.
+        for call in dropped:
+            self._dropped(call)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -222,9 +241,11 @@ class Turns:
         try:
             await self._offload(action.evict, evicted)
             await self._groups.build(action.gang)
+            if core.book.groups[action.gang.rpartition("/")[0]].ended:
+                raise Unavailable("its group ended meanwhile")
         except PlexrlError as error:
             log.error("%s was not built: %s", action.gang, error)
-            self._groups.kill(action.gang)
+            await self._groups.kill(action.gang)
             self.perform(core.scheduler.build_failed(core.now_us(), action.gang, evicted))
             self.on_build_failed(action.gang, str(error))
             return
@@ -240,6 +261,7 @@ class Turns:
             moved = await self._move(action.gang, "load")
         except PlexrlError as error:
             log.error("%s was not switched in: %s", action.gang, error)
+            await self._groups.kill(action.gang)
             self.perform(core.scheduler.switched(core.now_us(), action.gang, False, moved, evicted))
             self.on_lost(action.gang, str(error))
             return
@@ -253,6 +275,8 @@ class Turns:
         ):
             if isinstance(result, PlexrlError):
                 self.on_lost(victim, str(result))
+                # Nothing may come into its place while one of its ranks could still write there.
+                await self._groups.kill(victim)
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -283,8 +307,16 @@ class Turns:
             except PlexrlError as error:
                 self.perform(core.scheduler.finished(core.now_us(), call_id, 0))
                 core.fail(call_id, str(error), "user" if error.exit_code == 2 else "server")
+        # Who was cancelled while we waited must not begin: the gang may have been switched out since.
+        for work in [work for work in works if self._over(work.id)]:
+            works.remove(work)
+            self.perform(core.scheduler.finished(core.now_us(), work.id, 0))
         if works:
             core.links.send(f"gang:{action.gang}", m.Run(works=tuple(works)))
+
+    def _over(self, call_id: str) -> bool:
+        entry = self._core.book.entries.get(call_id)
+        return entry is None or entry.ended is not None
 
     async def _work(self, gang_id: str, accepted: records.CallAccepted) -> m.Work:
         core, call = self._core, accepted.call
@@ -310,7 +342,12 @@ class Turns:
             # A sample has no state: it is drawn again, by another replica or by this one when it is back.
             self.submit(call)
             return
-        self._core.fail(call_id, f"the worker group of {call.deployment} was lost while the call was open", "server")
+        model = self._core.book.models.get(call.deployment)
+        self._core.fail(
+            call_id,
+            f"the worker group of {call.deployment} was lost while the call was open{model.resume if model else ''}",
+            "server",
+        )
 
     # -- set by the head -----------------------------------------------------------------------------------------------
 
