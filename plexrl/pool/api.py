@@ -198,6 +198,7 @@ class Api:
         known = self._book.entries.get(request_id)
         if known is not None:
             self._same(known, command.kind, command.digest)
+            await self._core.settled(request_id)
             return promise
         if command.seq < model.next_seq or command.seq in model.consumed:
             raise ApiError(400, f"seq_id {command.seq} of {model.id} was used up by a refused call", "Use the next one")
@@ -286,7 +287,8 @@ class Api:
             raise ApiError(429, f"this job has {limit} calls open", "It goes on when some have ended")
 
     async def _accept(self, peer: Peer, call: Call, digest: str, work: dict, body: bytes) -> None:
-        await self._core.commit(
+        await self._core.keep(
+            call.id,
             records.CallAccepted(
                 now_us=self._core.now_us(),
                 call=call,
@@ -295,7 +297,7 @@ class Api:
                 work=work,
                 body=body,
                 after=self._book.jobs[peer.job].last_delivered,
-            )
+            ),
         )
 
     # -- sampling ------------------------------------------------------------------------------------------------------
@@ -356,6 +358,7 @@ class Api:
         known = self._book.entries.get(request_id)
         if known is not None:
             self._same(known, CallKind.SAMPLE, command.digest)
+            await self._core.settled(request_id)
             return promise
         self._room(peer)
         if opened.version and not self._book.versions[opened.version].in_memory:

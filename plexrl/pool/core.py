@@ -32,6 +32,7 @@ class Core:
         self._wall_us = time.time_ns() // 1000
         self._monotonic_ns = time.monotonic_ns()
         self._waiters: dict[str, list[asyncio.Future]] = {}
+        self._unsynced: dict[str, asyncio.Future] = {}  # by future: its newest record, until that is on disk
         self._tasks: set[asyncio.Task] = set()
 
     def now_us(self) -> int:
@@ -43,6 +44,17 @@ class Core:
         self.book.apply(record)
         self._ledger(records.strip(record))
         return self.journal.append(record, durable)
+
+    def keep(self, id: str, record: records.Record) -> asyncio.Future:
+        """Commit a record of the future `id`; until it is on disk nobody is told (`wait`, `settled`)."""
+        future = self._unsynced[id] = self.commit(record)
+        future.add_done_callback(lambda done: self._unsynced.pop(id) if self._unsynced.get(id) is done else None)
+        return future
+
+    async def settled(self, id: str) -> None:
+        """Wait until what the book knows of the future `id` is on disk."""
+        if (future := self._unsynced.get(id)) is not None:
+            await asyncio.shield(future)
 
     def spawn(self, coroutine) -> asyncio.Task:
         """A task that the head keeps and whose failure it logs."""
@@ -64,7 +76,7 @@ class Core:
 
     async def wait(self, entry: Entry, timeout: float) -> bool:
         """Wait until a future has ended and is on disk. False after timeout seconds."""
-        if entry.ended is not None:
+        if entry.ended is not None and entry.id not in self._unsynced:
             return True
         future = asyncio.get_running_loop().create_future()
         waiters = self._waiters.setdefault(entry.id, [])
@@ -95,7 +107,7 @@ class Core:
             if then is not None:
                 then()
 
-        self.commit(record).add_done_callback(told)
+        self.keep(record.id, record).add_done_callback(told)
 
     def fail(self, id: str, error: str, category: str) -> None:
         """End a future with an error."""
