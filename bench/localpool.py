@@ -69,12 +69,12 @@ class LocalPool:
         command = [*unprivileged(), *_PLEXRL, *arguments, *self._where()]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)
 
-    def attach(self, command: Sequence[str], **env: str) -> subprocess.Popen[str]:
-        """Start a command attached to the pool."""
+    def attach(self, command: Sequence[str], stderr: int | None = subprocess.PIPE, **env: str) -> subprocess.Popen[str]:
+        """Start a command attached to the pool. stderr None: ours."""
         return subprocess.Popen(
             [*unprivileged(), *_PLEXRL, "attach", "--pool", "test", *self._where(), "--", *command],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env={**os.environ, "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore", **env},
         )

@@ -52,7 +52,7 @@ def waterfall(found: dict, unit: Unit, colours: dict[str, str]) -> str:
     nobody = found["overhead_gpu_seconds"] - sum(seconds for _, seconds in idle)
     if nobody > 0.05:
         steps.append(("work that no job pays for", [(nobody, "others full")]))
-    if found["unattributed_gpu_seconds"] > 0:
+    if found["unattributed_gpu_seconds"] > 0.05:
         steps.append(("unattributed", [(found["unattributed_gpu_seconds"], "unknown")]))
     rows = [_row(0, "the pool held", [(_LABEL, pool * scale, "ink")], f"{unit(pool)} {unit.name}", strong=True)]
     x = float(_LABEL)
@@ -80,7 +80,7 @@ def savings(found: dict, unit: Unit) -> str:
     ]
     low, high = sorted((pool, dedicated))
     good = dedicated >= pool
-    word = "saved" if good else "more than dedicated"
+    word = "saved" if good else "more"
     number = f"{unit(abs(dedicated - pool))} {unit.name} {word}"
     rows.append(
         _row(3, "", [(_LABEL + low * scale, (high - low) * scale, "good" if good else "bad")], number, strong=True)

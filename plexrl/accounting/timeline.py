@@ -33,7 +33,8 @@ def timeline(bars: Sequence[Bar], gpus: Sequence[str], start_us: int, end_us: in
         for bar in mine:
             x = LEFT + (max(bar.start_us, start_us) - start_us) / span * (WIDTH - LEFT)
             to = LEFT + (min(bar.end_us, end_us) - start_us) / span * (WIDTH - LEFT)
-            out.append(_bar(bar, x, to - x, y, jobs))
+            if bar.kind is not None or to - x >= 0.25:  # an outline would show more than there is
+                out.append(_bar(bar, x, to - x, y, jobs))
     out.append("</svg>")
     return "".join(out)
 

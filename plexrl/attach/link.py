@@ -228,8 +228,8 @@ class Link:
             case messages.Welcome(body_bytes=body_bytes):
                 self.body_bytes = body_bytes
                 self._welcome()
-            case messages.Refused(why=why, id=number):
-                self._refused(why, number)
+            case messages.Refused(why=why, id=number, later=later):
+                self._refused(why, number, later)
 
     def _welcome(self) -> None:
         if self.state is State.ADMITTED:
@@ -244,11 +244,16 @@ class Link:
         if not self._first.done():
             self._first.set_result(None)
 
-    def _refused(self, why: str, number: int) -> None:
+    def _refused(self, why: str, number: int, later: bool) -> None:
         if self.state is State.ADMITTED:
             # The head no longer knows us, or sends us away: ask again, its answer to that counts.
             self._lost(why)
             self._wake.set()
+        elif number == 0 and later:
+            if self.state is State.REFUSED:
+                self._lost_at = self._loop.time()
+            self.state = State.GREETING
+            self.why = f"the head of pool {self._settings.pool!r} cannot admit this job now: {why}"
         elif number == 0:
             self.state = State.REFUSED
             self.why = why

@@ -147,6 +147,10 @@ class Client:
             self._socket.routing_id = identity if identity is not None else b"\1" + os.urandom(16)
             # Only queue to a connection that is there; what waits without one is the caller's to keep.
             self._socket.immediate = True
+            # Only this side pings. The server answers, and by the ttl drops a client that fell silent.
+            self._socket.heartbeat_ivl = _HEARTBEAT_MS
+            self._socket.heartbeat_timeout = _SILENCE_MS
+            self._socket.heartbeat_ttl = _SILENCE_MS
             self._socket.sndhwm = 0
             self._socket.reconnect_ivl = 100
             self._socket.reconnect_ivl_max = 1000
@@ -233,9 +237,10 @@ _EVENTS: dict[int, str] = {
 def _set_common(socket: zmq.Socket, max_bytes: int) -> None:
     socket.linger = 0
     socket.maxmsgsize = max_bytes
-    socket.heartbeat_ivl = _HEARTBEAT_MS
-    socket.heartbeat_timeout = _SILENCE_MS
-    socket.heartbeat_ttl = _SILENCE_MS
+    # libzmq 4.3.5 ends the whole process (assertion !_io_error or _input_stopped) when a connection falls whose input it
+    # had stopped at the high water mark, if a heartbeat is due or waits in the buffer. So input is never stopped; what
+    # bounds the memory is that the receivers drain at once and that honest clients bound what they have open.
+    socket.rcvhwm = 0
     socket.handshake_ivl = _HANDSHAKE_MS
 
 

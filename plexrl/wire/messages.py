@@ -45,10 +45,15 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="t", tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag_field="t", tag="refused"):
-    """The peer is not admitted, or spoke before it was. id: of the Request that is refused, 0 for a Hello."""
+    """The peer is not admitted, or spoke before it was.
+
+    id: of the Request that is refused, 0 for a Hello. later: the head cannot tell now (MUNGE or Slurm does not answer);
+    nothing is wrong with the job, which goes on asking and waits.
+    """
 
     why: str
     id: int = 0
+    later: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True, tag_field="t", tag="res"):

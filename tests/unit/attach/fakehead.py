@@ -32,15 +32,22 @@ def echo(request: messages.Request, body: bytes) -> tuple[int, dict[str, str], b
 
 
 class FakeHead:
-    """Serves one pool. respond returns None to leave a request open. refuse: why no hello is accepted, or ""."""
+    """Serves one pool. respond returns None to leave a request open. refuse, later: how every hello is refused."""
 
     def __init__(
-        self, pool: "Pool", instance: str, respond: Respond = echo, refuse: str = "", body_bytes: int = 1 << 26
+        self,
+        pool: "Pool",
+        instance: str,
+        respond: Respond = echo,
+        refuse: str = "",
+        body_bytes: int = 1 << 26,
+        later: bool = False,
     ) -> None:
         self.pool = pool
         self.instance = instance
         self.respond = respond
         self.refuse = refuse
+        self.later = later
         self.body_bytes = body_bytes
         self.hellos: list[messages.Hello] = []
         self.requests: list[tuple[messages.Request, bytes]] = []
@@ -57,7 +64,7 @@ class FakeHead:
             case messages.Hello():
                 self.hellos.append(message)
                 if self.refuse:
-                    self._say(identity, messages.Refused(self.refuse))
+                    self._say(identity, messages.Refused(self.refuse, later=self.later))
                 else:
                     self.welcomed.add(key)
                     self._say(identity, messages.Welcome("alice", "ml", self.body_bytes))

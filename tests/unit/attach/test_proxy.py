@@ -174,6 +174,31 @@ def test_a_refusal_by_the_next_head_reaches_the_program():
     run(scenario)
 
 
+def test_a_head_that_cannot_tell_yet_is_waited_for_like_no_head():
+    async def scenario(pool):
+        head = FakeHead(pool, "one")
+        async with proxy(pool) as running:
+            head.refuse, head.later = "slurmctld does not answer", True
+            head.welcomed.clear()
+            answer = await running.post("optim_step", seq_id=1)
+            assert answer.status_code == 402 and "slurmctld does not answer" in answer.json()["detail"]
+            head.refuse = ""
+            while (await running.post("optim_step", seq_id=1)).status_code == 402:
+                pass
+
+    run(scenario)
+
+
+def test_a_head_that_never_can_tell_is_named_when_the_start_ends():
+    async def scenario(pool):
+        FakeHead(pool, "one", refuse="slurmctld does not answer", later=True)
+        with pytest.raises(Unavailable, match="slurmctld does not answer"):
+            async with proxy(pool, deadline=0.5):
+                raise AssertionError("admitted")
+
+    run(scenario)
+
+
 def test_the_first_refusal_ends_the_start():
     async def scenario(pool):
         FakeHead(pool, "one", refuse="the job holds a GPU")

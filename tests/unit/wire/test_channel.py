@@ -335,3 +335,57 @@ def test_a_server_that_falls_silent_is_noticed_though_its_connection_stands():
             await process.wait()
 
     run(scenario)
+
+
+BLOCKED = """
+import asyncio, sys, time, zmq
+from plexrl.wire.channel import Server
+from plexrl.wire.keys import Keys
+
+async def main():
+    server = Server(zmq.Context(), "tcp://127.0.0.1:0", Keys(*sys.argv[1:]))
+
+    def receive(identity, key, frames):
+        if frames == [b"block"]:
+            time.sleep(1.5)
+        server.send(identity, frames)
+
+    server.start(receive)
+    print(server.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_client_that_floods_a_busy_server_with_pings_and_leaves_does_not_end_it():
+    async def scenario(ctx):
+        keys, own = Keys.generate(), Keys.generate()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", BLOCKED, keys.public, keys.secret, stdout=subprocess.PIPE
+        )
+        try:
+            address = (await process.stdout.readline()).decode().strip()
+            hostile = ctx.socket(zmq.DEALER)
+            hostile.curve_serverkey = keys.public.encode()
+            hostile.curve_publickey, hostile.curve_secretkey = own.public.encode(), own.secret.encode()
+            hostile.heartbeat_ivl, hostile.sndhwm = 20, 0
+            hostile.connect(address)
+            hostile.send(b"block")
+            for _ in range(20_000):
+                hostile.send_multipart([b"h", b"x" * 200])
+            await asyncio.sleep(1.0)
+            hostile.close(0)
+            answers = []
+            client = Client(ctx, address, keys.public, Keys.generate())
+            client.start(answers.append)
+            await until(lambda: client.up)
+            client.send([b"are you there?"])
+            await until(lambda: answers or process.returncode is not None)
+            assert process.returncode is None
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    run(scenario)
