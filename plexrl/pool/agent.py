@@ -22,7 +22,7 @@ from plexrl.pool.intervals import IntervalLog
 from plexrl.pool.layout import Layout
 from plexrl.pool.nursery import Nursery, rank_fds
 from plexrl.pool.peer import HeadLink
-from plexrl.types import PlexrlError, Slab
+from plexrl.types import DoesNotFit, PlexrlError, Slab
 from plexrl.wire.keys import Keys
 
 log = logging.getLogger("plexrl.agent")
@@ -45,6 +45,7 @@ class Agent:
         self._arena_fd = create_memfd("arena", config.host.bytes)
         self._arena = Arena(self._arena_fd, config.host.bytes)
         self._children: dict[tuple[str, int], int] = {}
+        self._killed: dict[int, asyncio.Event] = {}
         self._filling: dict[str, tuple[str, int]] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()
         self._intervals = IntervalLog(self._layout.agents, node, slurm_job, allocated_us, self._gpus)
@@ -99,7 +100,9 @@ class Agent:
             case m.Kill():
                 for (gang, _), pid in self._children.items():
                     if gang == message.gang:
-                        os.kill(pid, signal.SIGKILL)
+                        self._killed.setdefault(pid, asyncio.Event())
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
             case m.Allocate() | m.Free() | m.Spawn():
                 task = asyncio.create_task(self._obey(message))
                 self._tasks.add(task)
@@ -110,7 +113,8 @@ class Agent:
             value = await self._do(message)
             reply = m.Reply(id=message.id, ok=True, value=value)
         except (PlexrlError, OSError) as error:
-            reply = m.Reply(id=message.id, ok=False, error=str(error))
+            category = "user" if isinstance(error, DoesNotFit) else "server"
+            reply = m.Reply(id=message.id, ok=False, error=str(error), category=category)
         self._link.send(reply)
 
     async def _do(self, message: m.Message) -> dict[str, object]:
@@ -120,6 +124,9 @@ class Agent:
                 slab = await asyncio.to_thread(self._arena.alloc, message.name, message.size, message.owner)
                 return {"slab": slab}
             case m.Free():
+                # Who was killed before this may still be writing there: memory is cleared when they are gone.
+                for gone in list(self._killed.values()):
+                    await gone.wait()
                 await asyncio.to_thread(self._arena.free, message.name)
                 return {}
             case m.Spawn():
@@ -132,18 +139,23 @@ class Agent:
             return self._children[key]
         engine = dict(order.engine)
         ready = None
-        if order.base is not None:
-            name, size = order.base
-            engine["base"] = await asyncio.to_thread(self._arena.alloc, name, size, SHARED)
-            ready = self._arena.alloc(f"{name}:ready", 1, SHARED)
-            engine["base_fill"] = name not in self._filling
-            self._filling.setdefault(name, key)
         if engine.pop("park_bytes", 0):
+            # Before the base: what does not fit must not leave a base that nobody fills.
             park = (f"park:{order.gang}", order.engine["park_bytes"], order.owner)
             engine["park"] = await asyncio.to_thread(self._arena.alloc, *park)
+        if order.base is not None:
+            name, size = order.base
+            ready = self._arena.alloc(f"{name}:ready", 1, SHARED)
+            engine["base"] = await asyncio.to_thread(self._arena.alloc, name, size, SHARED)
+            engine["base_fill"] = name not in self._filling
+            self._filling.setdefault(name, key)
         # Ranks of the filler's own gang meet it while they build; those of other gangs wait for its mark.
         waits = order.base is not None and self._filling[order.base[0]][0] != order.gang
-        pid = self._children[key] = await self._start(order, engine, ready, waits)
+        try:
+            pid = self._children[key] = await self._start(order, engine, ready, waits)
+        except OSError:
+            self._filling = {name: filler for name, filler in self._filling.items() if filler != key}
+            raise
         return pid
 
     async def _start(self, order: m.Spawn, engine: dict, ready: Slab | None, waits: bool) -> int:
@@ -169,6 +181,8 @@ class Agent:
             return await self._nursery.bear(msgspec.msgpack.encode(settings), core, output.fileno(), fds)
 
     def _died(self, pid: int, code: int) -> None:
+        if (gone := self._killed.pop(pid, None)) is not None:
+            gone.set()
         key = next((key for key, child in self._children.items() if child == pid), None)
         if key is None:
             return

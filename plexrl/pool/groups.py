@@ -256,8 +256,13 @@ class Groups:
             if gang.id in self.hosts:
                 try:
                     await core.links.order(f"gang:{gang.id}", m.Order(id=0, verb="drop", args={"deployment": model.id}))
-                except (OrderFailed, Unavailable) as error:
+                except OrderFailed as error:
                     log.warning("%s was not dropped in order: %s", model.id, error)
+                except Unavailable as error:
+                    if gang.id in self.hosts:
+                        # It may still write the state there one day: memory that it has not let go of is lost to us.
+                        log.error("%s was not dropped, its host memory stays taken: %s", model.id, error)
+                        return
         await self._free_state(model)
 
     def _owner(self, group: Group) -> int:
@@ -297,10 +302,19 @@ class Groups:
             if old.published.version not in in_use:
                 await self.drop_version(old)
         size = self.snapshot_bytes(model)
-        return {
-            node: await self._allocate(node, f"version:{version}", size, model.created.uid)
-            for node in self.nodes(model.created.group)
-        }
+        try:
+            return {
+                node: await self._allocate(node, f"version:{version}", size, model.created.uid)
+                for node in self.nodes(model.created.group)
+            }
+        except PlexrlError:
+            await self.discard(model.created.group, version)
+            raise
+
+    async def discard(self, group: str, version: str) -> None:
+        """Give back the memory of a version that was not published after all."""
+        for node in self.nodes(group):
+            await self._free(node, f"version:{version}")
 
     async def attach(self, gang_id: str, version: Version) -> None:
         """Make a version known to a sampler's replica. Raises PlexrlError."""
