@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -176,26 +175,13 @@ def run(
         raise BadInput(f"pool {name!r} is a site pool", f"Start it with: plexrl pool start {name}")
     if gpus > (os.cpu_count() or 1):
         raise BadInput(f"{gpus} pretend GPUs on {os.cpu_count()} cores", "Every pretend GPU needs a core of its own")
-    begun = str(time.time_ns() // 1000)
+    from plexrl.pool.keeper import keep
+
+    _log_to_stderr()
     here = [sys.executable, "-I", "-m", "plexrl.cli.main", "pool"]
-    common = [name, "--registry", registry, "--allocated-us", begun]
-    agent = subprocess.Popen([*here, "agent", *common, "--node", "local", "--gpus", str(gpus)], start_new_session=True)
-    try:
-        code = 75
-        while code == 75 or code < 0:
-            head = subprocess.Popen([*here, "head", *common, "--nodes", "1"], start_new_session=True)
-            try:
-                code = head.wait()
-            except KeyboardInterrupt:
-                head.terminate()
-                code = head.wait()
-                break
-            if agent.poll() is not None:
-                break
-    finally:
-        agent.terminate()
-        agent.wait()
-    raise typer.Exit(max(code, 0))
+    common = [name, "--registry", registry, "--allocated-us", str(time.time_ns() // 1000)]
+    head = [*here, "head", *common, "--nodes", "1"]
+    raise typer.Exit(asyncio.run(keep(head, [*here, "agent", *common, "--node", "local", "--gpus", str(gpus)])))
 
 
 # -- the processes of a pool, started by pool.sbatch -------------------------------------------------------------------
@@ -303,7 +289,7 @@ def agent(
     count = count or int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
     if not count:
         raise BadInput(f"the allocation has no GPU on node {where}", "Start the pool with --gpus-per-node")
-    asyncio.run(Agent(config, where, count, job, start_us).run())
+    raise typer.Exit(asyncio.run(Agent(config, where, count, job, start_us).run()))
 
 
 if __name__ == "__main__":

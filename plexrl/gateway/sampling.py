@@ -83,7 +83,7 @@ def sample(request: HttpRequest, max_context: int) -> Sample:
     body = request.body
     try:
         asked = _sample.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise malformed(error) from error
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise NotBuilt(
@@ -122,7 +122,7 @@ def retrieve(request: HttpRequest) -> Retrieve:
     """retrieve_future."""
     try:
         asked = _retrieve.decode(request.body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise malformed(error) from error
     return Retrieve(
         request_id=identifier("request_id", asked.request_id),

@@ -34,12 +34,15 @@ _TENSORS = (pb.DTYPE_FLOAT32, pb.DTYPE_INT64)
 
 
 class _Adam(Struct, forbid_unknown_fields=True):
-    """AdamParams of the SDK, with bounds. JSON has no NaN or infinity, so these are finite."""
+    """AdamParams of the SDK, with bounds. JSON has no NaN or infinity, so these are finite.
+
+    eps: 0 in float32 (also what rounds to it) makes every weight without a gradient NaN.
+    """
 
     learning_rate: Annotated[float, Meta(ge=0, le=MAX_LEARNING_RATE)] = 1e-4
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Meta(ge=0, le=1)] = 1e-12
+    eps: Annotated[float, Meta(ge=1e-30, le=1)] = 1e-12
     weight_decay: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
 
@@ -78,7 +81,7 @@ def telling_consumed(parse: Callable[[HttpRequest], Train | LoadModel]) -> Calla
 def _consumed(body: bytes) -> tuple[str, int] | None:
     try:
         key = _key.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if key.model_id is None or key.seq_id is None or not 1 <= key.seq_id <= MAX_SEQ:
         return None
@@ -167,7 +170,7 @@ def optim_step(request: HttpRequest) -> Train:
     """JSON `{model_id, seq_id, adam_params}`."""
     try:
         step = _optim_step.decode(request.body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise malformed(error) from error
     if step.optimizer_params is not None:
         raise NotBuilt("Every optimizer but AdamW", "Give tinker.AdamParams")

@@ -23,7 +23,7 @@ from plexrl.pool.intervals import IntervalLog
 from plexrl.pool.layout import Layout
 from plexrl.pool.nursery import Nursery, rank_fds
 from plexrl.pool.peer import HeadLink, Replies
-from plexrl.types import PlexrlError, Slab
+from plexrl.types import DoesNotFit, PlexrlError, Slab
 
 log = logging.getLogger("plexrl.agent")
 _INTERVAL_S = 10.0
@@ -54,7 +54,8 @@ class Agent:
         self._birth = secrets.token_hex(6)
         self._children: dict[tuple[str, int], Child] = {}
         self._killed: set[int] = set()
-        self._fewer = asyncio.Event()  # set whenever a child has ended
+        self._bearing: dict[str, int] = {}  # ranks of a gang that are being born
+        self._changed = asyncio.Event()  # set whenever a child was born or has ended
         self._replies = Replies()
         self._filling: dict[str, tuple[str, int]] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()
@@ -117,7 +118,7 @@ class Agent:
             value = await self._do(message)
             reply = m.Reply(id=message.id, ok=True, value=value)
         except (PlexrlError, OSError) as error:
-            category = "user" if getattr(error, "exit_code", 1) in (2, 3) else "server"
+            category = "user" if isinstance(error, DoesNotFit) else "server"
             reply = m.Reply(id=message.id, ok=False, error=str(error), category=category)
         self._link.send(self._replies.give(reply))
 
@@ -139,13 +140,16 @@ class Agent:
 
     async def _kill(self, gang: str) -> None:
         """End the ranks of a gang, of whatever build, and wait until they are gone."""
-        while left := [child.pid for (name, _), child in self._children.items() if name == gang]:
-            self._fewer.clear()
+        while True:
+            self._changed.clear()
+            left = [child.pid for (name, _), child in self._children.items() if name == gang]
+            if not left and gang not in self._bearing:
+                return
             for pid in left:
                 self._killed.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            await self._fewer.wait()
+            await self._changed.wait()
 
     async def _spawn(self, order: m.Spawn) -> int:
         key = (order.gang, order.rank)
@@ -153,19 +157,30 @@ class Agent:
             await self._kill(order.gang)
         engine = dict(order.engine)
         ready = None
-        if order.base is not None:
-            name, size = order.base
-            engine["base"] = await asyncio.to_thread(self._arena.alloc, name, size, SHARED)
-            ready = self._arena.alloc(f"{name}:ready", 1, SHARED)
-            engine["base_fill"] = name not in self._filling
-            self._filling.setdefault(name, key)
         if engine.pop("park_bytes", 0):
+            # Before the base: what does not fit must not leave a base that nobody fills.
             park = (f"park:{order.gang}", order.engine["park_bytes"], order.owner)
             engine["park"] = await asyncio.to_thread(self._arena.alloc, *park)
+        if order.base is not None:
+            name, size = order.base
+            ready = self._arena.alloc(f"{name}:ready", 1, SHARED)
+            engine["base"] = await asyncio.to_thread(self._arena.alloc, name, size, SHARED)
+            engine["base_fill"] = name not in self._filling
+            self._filling.setdefault(name, key)
         # Ranks of the filler's own gang meet it while they build; those of other gangs wait for its mark.
         waits = order.base is not None and self._filling[order.base[0]][0] != order.gang
-        pid = await self._start(order, engine, ready, waits)
-        self._children[key] = Child(pid, order.build)
+        self._bearing[order.gang] = self._bearing.get(order.gang, 0) + 1
+        try:
+            pid = await self._start(order, engine, ready, waits)
+            self._children[key] = Child(pid, order.build)
+        except OSError:
+            self._filling = {name: filler for name, filler in self._filling.items() if filler != key}
+            raise
+        finally:
+            self._bearing[order.gang] -= 1
+            if not self._bearing[order.gang]:
+                del self._bearing[order.gang]
+            self._changed.set()
         return pid
 
     async def _start(self, order: m.Spawn, engine: dict, ready: Slab | None, waits: bool) -> int:
@@ -196,7 +211,7 @@ class Agent:
         if key is None:
             return
         build = self._children.pop(key).build
-        self._fewer.set()
+        self._changed.set()
         for name, filler in list(self._filling.items()):
             # A rank that died while filling leaves the base half written: the next one fills it again.
             ready = next((s for s in self._arena.slabs() if s.name == f"{name}:ready"), None)

@@ -83,10 +83,13 @@ class Api:
     async def _create_model(self, peer: Peer, command: commands.CreateModel) -> commands.Promise:
         session = self._session(peer, command.session)
         model = f"{command.session}:train:{command.model_seq}"
-        if model in self._book.models:
+        rank = command.lora_rank
+        known = self._book.models.get(model)
+        if known is not None:
+            if (known.created.base, known.created.lora_rank) != (command.base_model, rank) or known.created.init_path:
+                raise ApiError(400, f"{model} was created otherwise", "A model_seq_id stands for one model")
             return commands.Promise(request_id=f"{model}:0", model=model)
         config = self._base(peer, command.base_model)
-        rank = command.lora_rank
         if rank is not None and rank > config.lora.max_rank:
             raise ApiError(
                 400,
@@ -108,9 +111,12 @@ class Api:
     async def _load_model(self, peer: Peer, command: commands.LoadModel) -> commands.Promise:
         session = self._session(peer, command.session)
         model = f"{command.session}:train:{command.model_seq}"
-        if model in self._book.models:
-            return commands.Promise(request_id=f"{model}:0", model=model)
+        known = self._book.models.get(model)
         folder = self._saved(peer, command.path)
+        if known is not None:
+            if known.created.init_path != str(folder):
+                raise ApiError(400, f"{model} was created otherwise", "A model_seq_id stands for one model")
+            return commands.Promise(request_id=f"{model}:0", model=model)
         meta = json.loads(meta_of(folder).read_text())
         if command.base_model is not None and command.base_model != meta["base"]:
             raise ApiError(
@@ -201,7 +207,9 @@ class Api:
             await self._core.settled(request_id)
             return promise
         if command.seq < model.next_seq or command.seq in model.consumed:
-            raise ApiError(400, f"seq_id {command.seq} of {model.id} was used up by a refused call", "Use the next one")
+            raise ApiError(
+                400, f"seq_id {command.seq} of {model.id} is used up: refused, or too late", "Use one that is above all"
+            )
         self._room(peer)
         work = self._work(peer, model, command)
         call = Call(
@@ -224,6 +232,7 @@ class Api:
         if (
             model is not None
             and model.created.job == peer.job
+            and not model.ended
             and seq >= model.next_seq
             and f"{model_id}:{seq}" not in self._book.entries
         ):
@@ -239,11 +248,11 @@ class Api:
             match command.kind:
                 case CallKind.SAVE_STATE:
                     folder = self._core.layout.checkpoint(peer.uid, model.id, "weights", command.name or "")
-                    if folder.exists() and not command.overwrite:
+                    path = f"{PATH}{model.id}/weights/{command.name}"
+                    if not command.overwrite and (folder.exists() or self._promised(peer, model, "path", path)):
                         raise ApiError(
                             400, f"checkpoint {command.name!r} of {model.id} exists", "Pass overwrite, or another name"
                         )
-                    path = f"{PATH}{model.id}/weights/{command.name}"
                     meta = {
                         "base": created.base,
                         "lora_rank": created.lora_rank,
@@ -254,6 +263,9 @@ class Api:
                     return {"folder": str(folder), "path": path, "optimizer": True, "meta": meta}
                 case CallKind.LOAD_STATE:
                     folder = self._saved(peer, command.path or "")
+                    base = json.loads(meta_of(folder).read_text())["base"]
+                    if base != created.base:
+                        raise ApiError(400, f"{command.path} is of {base!r}, not of {created.base!r}", "Load it there")
                     return {"folder": str(folder), "path": command.path, "optimizer": command.optimizer}
                 case CallKind.PUBLISH:
                     name = command.name or f"e{command.seq}"
@@ -263,7 +275,12 @@ class Api:
                         else ""
                     )
                     version = f"{PATH}{model.id}/sampler_weights/{name}"
+                    if version in self._book.versions or self._promised(peer, model, "version", version):
+                        # A version is immutable: sampling sessions are pinned to it by this name.
+                        raise ApiError(400, f"{version} is published already", "Publish under another name")
                     sampler = f"{created.session}:sample:{command.sampler_seq}" if command.name is None else ""
+                    if sampler in self._book.samplers:
+                        raise ApiError(400, f"sampling session {sampler} exists", "Count sampling_session_seq_id up")
                     self._deployments.ensure_sampler(created)
                     return {"folder": str(folder), "version": version, "sampler": sampler}
         except PlexrlError as error:
@@ -271,6 +288,11 @@ class Api:
                 raise
             raise ApiError(400, error.what, error.mend) from error
         return {}
+
+    def _promised(self, peer: Peer, model: Model, key: str, value: str) -> bool:
+        """Whether an open call of the model will write this path or version."""
+        opened = (self._book.entries[call].accepted for call in self._book.open_calls.get(peer.job, ()))
+        return any(a.call.deployment == model.id and a.work.get(key) == value for a in opened if a.call.seq is not None)
 
     def _same(self, known: Entry, kind: CallKind, digest: str) -> None:
         accepted = known.accepted
@@ -318,6 +340,7 @@ class Api:
                         "Publish it with save_weights_for_sampler",
                     )
                 base, version = known.published.base, command.model_path
+                self._in_memory(command.model_path)
                 self._deployments.ensure_sampler(self._book.models[known.published.model].created)
             else:
                 self._base(peer, base)
@@ -332,11 +355,22 @@ class Api:
                 version=version,
             )
             await self._core.commit(opened)
+        elif opened.version != (command.model_path or ""):
+            raise ApiError(400, f"sampling session {sampler} is of another version", "Count sampling_session_seq_id up")
         return commands.SamplerOpened(
             sampler=sampler,
             base_model_dir=self._core.config.models[opened.base].path,
             model_path=opened.version or None,
         )
+
+    def _in_memory(self, version: str) -> None:
+        if not self._book.versions[version].in_memory:
+            raise ApiError(
+                400,
+                f"version {version!r} is no longer in memory",
+                f"The newest {self._core.config.limits.versions_per_model} of a model that is not unloaded are kept; "
+                "publish it again",
+            )
 
     async def _get_sampler(self, peer: Peer, command: commands.GetSampler) -> commands.SamplerInfo:
         opened = self._sampler(peer, command.sampler)
@@ -362,12 +396,8 @@ class Api:
             await self._core.settled(request_id)
             return promise
         self._room(peer)
-        if opened.version and not self._book.versions[opened.version].in_memory:
-            raise ApiError(
-                400,
-                f"version {opened.version!r} is no longer in memory",
-                f"The newest {self._core.config.limits.versions_per_model} of a model are kept; publish it again",
-            )
+        if opened.version:
+            self._in_memory(opened.version)
         call = Call(
             id=request_id,
             kind=CallKind.SAMPLE,

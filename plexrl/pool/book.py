@@ -176,7 +176,10 @@ class Book:
 
     def _seq_consumed(self, record: r.SeqConsumed) -> None:
         model = self.models[record.model]
-        if record.seq >= model.next_seq:
+        if record.since:
+            model.next_seq = max(model.next_seq, record.seq + 1)
+            model.consumed = {seq for seq in model.consumed if seq >= model.next_seq}
+        elif record.seq >= model.next_seq:
             model.consumed.add(record.seq)
 
     def _call_accepted(self, record: r.CallAccepted) -> None:
@@ -202,10 +205,11 @@ class Book:
                 model.applied = max(model.applied, call.seq)
             if record.ok and call.kind is CallKind.SAVE_STATE:
                 model.checkpoint = str(entry.accepted.work["path"])
-            if call.seq >= model.next_seq and call.seq in model.held:
+            if call.seq in model.held:
                 # It ended without having run (a gap that never closed, a job that ended): its place is used up.
                 del model.held[call.seq]
-                model.consumed.add(call.seq)
+                if call.seq >= model.next_seq:
+                    model.consumed.add(call.seq)
 
     def _delivered(self, record: r.Delivered) -> None:
         if record.id in self.entries:

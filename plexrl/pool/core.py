@@ -12,7 +12,7 @@ from plexrl.pool.journal import Journal
 from plexrl.pool.layout import Layout
 from plexrl.pool.links import Links
 from plexrl.scheduler import Scheduler
-from plexrl.types import CallKind, records
+from plexrl.types import CallKind, PlexrlError, records
 
 log = logging.getLogger("plexrl.head")
 
@@ -119,6 +119,11 @@ class Core:
     def fail(self, id: str, error: str, category: str) -> None:
         """End a future with an error."""
         self.end(records.CallEnded(now_us=self.now_us(), id=id, ok=False, error=error, category=category))
+
+
+def category_of(error: PlexrlError) -> str:
+    """Whose fault an error is, as futures say it: `user` when asking for something else or less helps."""
+    return "user" if error.exit_code in (2, 3) or getattr(error, "category", "") == "user" else "server"
 
 
 def prior_cost_us(kind: CallKind, units: int) -> int:

@@ -5,7 +5,7 @@ import logging
 
 from plexrl.pool import messages as m
 from plexrl.pool.book import Model
-from plexrl.pool.core import Core
+from plexrl.pool.core import Core, category_of
 from plexrl.pool.groups import Groups
 from plexrl.pool.turns import Turns
 from plexrl.types import ApiError, Call, DoesNotFit, Peer, PlexrlError, Role, commands, records
@@ -91,8 +91,7 @@ class Deployments:
         try:
             await self._groups.create(model)
         except PlexrlError as error:
-            category = "user" if error.exit_code in (2, 3) or getattr(error, "category", "") == "user" else "server"
-            core.fail(f"{model.id}:0", str(error), category)
+            core.fail(f"{model.id}:0", str(error), category_of(error))
             await self.end_model(model, f"it was not created: {error}")
             return
         self._created(model)
@@ -179,11 +178,13 @@ class Deployments:
         """Hand the scheduler the calls whose turn in the model's order has come."""
         if model.ended or self._unborn(model):
             return
-        for call_id in self._core.book.release(model):
+        ready = self._core.book.release(model)
+        for call_id in ready:
             entry = self._core.book.entries[call_id]
             if entry.ended is None:
                 self._turns.submit(entry.accepted.call)
-        if model.held:
+        if model.held and ready:
+            # Only progress starts the wait for the next gap anew; calls that pile up behind it do not.
             model.held_since_us = self._core.now_us()
 
     def check_gaps(self) -> None:
@@ -192,12 +193,14 @@ class Deployments:
         for model in core.book.models.values():
             late = core.now_us() - model.held_since_us > core.config.limits.sequence_gap_us
             if model.held and late and not model.ended and not self._unborn(model):
+                missing, last = model.next_seq, max(model.held)
+                core.commit(records.SeqConsumed(now_us=core.now_us(), model=model.id, seq=last, since=missing))
                 for call_id in list(model.held.values()):
-                    core.fail(call_id, f"seq_id {model.next_seq} of {model.id} never came", "user")
-                last = max(model.consumed, default=model.next_seq)
-                for seq in range(model.next_seq, last):
-                    if seq not in model.consumed:
-                        core.commit(records.SeqConsumed(now_us=core.now_us(), model=model.id, seq=seq))
+                    core.fail(
+                        call_id,
+                        f"seq_id {missing} of {model.id} never came. Go on with {last + 1}, or with a new model",
+                        "user",
+                    )
                 self.release(model)
 
     # -- samplers ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The head's outer door: proxies of logical jobs, each bound to the CURVE key that was admitted."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,6 +17,11 @@ from plexrl.wire.channel import Server
 from plexrl.wire.keys import Keys
 
 log = logging.getLogger("plexrl.head")
+# What is in the head's hands at once: hellos of all (each asks munged and slurmctld), requests of one connection.
+_MAX_HELLOS = 256
+_MAX_REQUESTS = 16_384
+# Beside a body: the header of a request.
+_HEADER_BYTES = 1 << 20
 
 
 class Gateway(Protocol):
@@ -44,12 +50,16 @@ class Door:
         self._admission = admission
         self._pool = pool
         self._peers: dict[str, Peer] = {}
+        self._greeting: set[str] = set()
+        self._requests: Counter[str] = Counter()
         self._server: Server
         self.on_bye: Callable[[Peer], None] = lambda peer: None
 
     def open(self, context: zmq.Context, address: str, keys: Keys) -> str:
         """Bind; the address that proxies use."""
-        self._server = Server(context, address, keys)
+        # Anybody may connect before the hello: nobody gets to fill our memory with what no proxy would send.
+        longest = max(self._core.config.limits.body_bytes, messages.BODY_BYTES) + _HEADER_BYTES
+        self._server = Server(context, address, keys, max_bytes=longest)
         return self._server.address
 
     def start(self) -> None:
@@ -77,11 +87,18 @@ class Door:
         peer = self._peers.get(key)
         match message:
             case messages.Hello():
-                self._core.spawn(self._greet(identity, key, message))
+                # A proxy that is not answered says hello again; one hello of a key is enough.
+                if key not in self._greeting and len(self._greeting) < _MAX_HELLOS:
+                    self._greeting.add(key)
+                    self._core.spawn(self._greet(identity, key, message))
             case messages.Request() if peer is None:
                 self._server.send(identity, messages.encode(messages.Refused("say hello first", message.id)))
+            case messages.Request() if self._requests[key] >= _MAX_REQUESTS:
+                error = ApiError(429, f"{_MAX_REQUESTS} requests of this job are open", "Wait for some to be answered")
+                self._reply(identity, message, self._gateway.render_error(error))
             case messages.Request():
-                self._core.spawn(self._answer(identity, peer, message, body))
+                self._requests[key] += 1
+                self._core.spawn(self._answer(identity, key, peer, message, body))
             case messages.Bye():
                 if self._peers.pop(key, None) is not None and peer is not None:
                     self.on_bye(peer)
@@ -99,6 +116,8 @@ class Door:
             log.warning("a hello for job %d was refused: %s", hello.job, error)
             self._server.send(identity, messages.encode(messages.Refused(str(error))))
             return
+        finally:
+            self._greeting.discard(key)
         if known is None:
             await core.commit(
                 records.JobAttached(
@@ -114,10 +133,18 @@ class Door:
         welcome = messages.Welcome(peer.user, peer.account, core.config.limits.body_bytes)
         self._server.send(identity, messages.encode(welcome))
 
-    async def _answer(self, identity: bytes, peer: Peer, request: messages.Request, body: bytes) -> None:
-        response = await self._respond(
-            peer, HttpRequest(method=request.method, path=request.path, headers=request.headers, body=body)
-        )
+    async def _answer(self, identity: bytes, key: str, peer: Peer, request: messages.Request, body: bytes) -> None:
+        try:
+            response = await self._respond(
+                peer, HttpRequest(method=request.method, path=request.path, headers=request.headers, body=body)
+            )
+        finally:
+            self._requests[key] -= 1
+            if not self._requests[key]:
+                del self._requests[key]
+        self._reply(identity, request, response)
+
+    def _reply(self, identity: bytes, request: messages.Request, response: HttpResponse) -> None:
         reply = messages.Reply(request.id, response.status, response.headers)
         self._server.send(identity, messages.encode(reply, response.body))
 

@@ -172,7 +172,7 @@ class _Leader:
                 for call in message.ids:
                     self._host.outcomes.pop(call, None)
             case m.Cancel():
-                self._host.cancel(message.call)
+                self._report(self._host.cancel(message.call))
             case m.Exit():
                 self._exit = True
 

@@ -250,7 +250,7 @@ class Groups:
     # -- deployments ---------------------------------------------------------------------------------------------------
 
     async def create(self, model: Model) -> None:
-        """Make the deployment on every rank of its trainer. Raises PlexrlError; `close` then takes back what is left."""
+        """Make the deployment on every rank of its trainer. Raises PlexrlError; `close` takes back what is left."""
         core, created = self._core, model.created
         (gang,) = self.gangs(created.group)
         kind = core.book.groups[created.group].placed.kind
@@ -313,7 +313,7 @@ class Groups:
         except OrderFailed as error:
             log.warning("%s of %s: %s", verb, gang_id, error)
         except Unavailable as error:
-            log.warning("%s of %s: %s", verb, gang_id, error)
+            log.error("%s of %s: %s; unless it has ended, the host memory stays taken", verb, gang_id, error)
             return gang_id not in self.hosts
         return True
 
@@ -354,10 +354,19 @@ class Groups:
             if old.published.version not in in_use:
                 await self.drop_version(old)
         size = self.snapshot_bytes(model)
-        return {
-            node: await self._allocate(node, f"version:{version}", size, model.created.uid)
-            for node in self.nodes(model.created.group)
-        }
+        try:
+            return {
+                node: await self._allocate(node, f"version:{version}", size, model.created.uid)
+                for node in self.nodes(model.created.group)
+            }
+        except PlexrlError:
+            await self.discard(model.created.group, version)
+            raise
+
+    async def discard(self, group: str, version: str) -> None:
+        """Give back the memory of a version that was not published after all."""
+        for node in self.nodes(group):
+            await self._free(node, f"version:{version}")
 
     async def attach(self, gang_id: str, version: Version) -> None:
         """Make a version known to a sampler's replica. Raises PlexrlError."""

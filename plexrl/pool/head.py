@@ -424,17 +424,24 @@ class Head:
 
     async def _watch(self) -> None:
         """Jobs that ended, sessions that fell silent, gaps that never closed."""
-        core = self._core
         while True:
             await asyncio.sleep(_CHECK_S)
-            for job, reason in (await self._admission.over(self._attached())).items():
-                log.info("job %s is over: %s", job, reason)
-                await self._end_job(job, reason)
-            silent_us = core.now_us() - self._config.limits.session_timeout_us
-            for name, session in list(core.book.sessions.items()):
-                if not session.ended and session.beat_us < silent_us:
-                    await self._deployments.end_session(name, "no heartbeat came")
-            self._deployments.check_gaps()
+            try:
+                await self._look_around()
+            except Exception:
+                # One job's trouble must not leave all others unwatched.
+                log.exception("looking after jobs and sessions failed")
+
+    async def _look_around(self) -> None:
+        core = self._core
+        self._deployments.check_gaps()
+        for job, reason in (await self._admission.over(self._attached())).items():
+            log.info("job %s is over: %s", job, reason)
+            await self._end_job(job, reason)
+        silent_us = core.now_us() - self._config.limits.session_timeout_us
+        for name, session in list(core.book.sessions.items()):
+            if not session.ended and session.beat_us < silent_us:
+                await self._deployments.end_session(name, "no heartbeat came")
 
     def _attached(self) -> list[Peer]:
         """Every job that has not ended, also those whose proxy has not come back to this head."""

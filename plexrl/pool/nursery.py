@@ -76,7 +76,7 @@ class Nursery:
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     async def bear(self, settings: bytes, core: int, log: int, fds: Sequence[int]) -> int:
-        """Fork a rank; its pid. In it the given descriptors have the numbers of `rank_fds(len(fds))`. Raises OSError."""
+        """Fork a rank; its pid. Raises OSError. In it the given descriptors have the numbers of `rank_fds(n)`."""
         self._count += 1
         future = self._waiting[self._count] = asyncio.get_running_loop().create_future()
         order = _encode(Birth(self._count, settings, core, len(fds)))

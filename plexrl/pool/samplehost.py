@@ -52,11 +52,12 @@ class SampleHost:
         self._stopped = True
         return self.held()
 
-    def cancel(self, call: str) -> None:
-        """Drop a call and what it had drawn."""
+    def cancel(self, call: str) -> list[Outcome]:
+        """Drop a call and what it had drawn. Nobody waits for an outcome."""
         self._engine.cancel(call)
         self._live.pop(call, None)
         self._cpu_us.pop(call, None)
+        return []
 
     def order(self, verb: str, args: dict) -> dict[str, object]:
         """attach, detach, offload or load. Raises PlexrlError."""

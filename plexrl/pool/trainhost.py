@@ -90,6 +90,11 @@ class TrainRank:
             return Answer(done=True, result=stop.value)
         return Answer()
 
+    def _abandon(self) -> Answer:
+        """Leave the call that is half done for good: between two micro-batches nothing of it is in flight."""
+        self._running = None
+        return Answer(done=True)
+
     def _create(self, args: dict) -> Answer:
         self._engine.create(
             args["deployment"],
@@ -166,12 +171,26 @@ class TrainHost:
         self._stopped = True
         return self.held()
 
-    def cancel(self, call: str) -> None:
-        """Drop a call that has not begun; one that has goes to its end, gradients cannot be taken back."""
-        self._queue = deque(work for work in self._queue if work.id != call)
+    def cancel(self, call: str) -> list[Outcome]:
+        """Drop a call, begun or not; its outcome, which the scheduler waits for.
+
+        Only the end of a deployment cancels its training calls: the gradients of one that had begun are left as they
+        are.
+        """
+        if self._current is not None and self._current.id == call:
+            self._all(["abandon"])
+            self._current = None
+        elif any(work.id == call for work in self._queue):
+            self._queue = deque(work for work in self._queue if work.id != call)
+        else:
+            return []
+        outcome = self.outcomes[call] = Outcome(id=call, ok=False, error="the call was cancelled", category="user")
+        return [outcome]
 
     def order(self, verb: str, args: dict) -> dict[str, object]:
         """create, drop, offload or load on all ranks. Raises PlexrlError with what the first failing rank said."""
+        if verb == "drop" and self._current is not None and self._current.deployment == args["deployment"]:
+            self.cancel(self._current.id)
         answers = self._all([verb, args])
         for answer in answers:
             if not answer.ok:

@@ -4,19 +4,21 @@ Each gang has a mailbox whose items are done one after the other, so that a Paus
 """
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from plexrl.pool import messages as m
-from plexrl.pool.core import Core
+from plexrl.pool.core import Core, category_of
 from plexrl.pool.groups import Groups
 from plexrl.pool.layout import meta_of
 from plexrl.scheduler import Action, Build, Closed, Dropped, Pause, Run, Switch, Turn
 from plexrl.scheduler.turn import Phase
-from plexrl.types import Call, CallKind, Moved, PlexrlError, Unavailable, records
+from plexrl.types import Call, CallKind, DoesNotFit, Moved, PlexrlError, Unavailable, records
 
 log = logging.getLogger("plexrl.head")
 _SWITCH_S = 300.0
@@ -63,6 +65,7 @@ class Turns:
             acknowledge()
             return
         if entry.ended is not None:
+            self._unpublished(entry.accepted)
             core.when_settled(outcome.id, acknowledge)
             return
         call = entry.accepted.call
@@ -81,10 +84,9 @@ class Turns:
             gang=gang_id,
         )
         if outcome.ok:
-            try:
-                record = self._finish(entry.accepted, record)
-            except OSError as error:
-                record = msgspec.structs.replace(record, ok=False, error=f"it was not kept: {error}", category="server")
+            record = self._finish(entry.accepted, record)
+        else:
+            self._unpublished(entry.accepted)
         core.end(record, acknowledge)
 
     def paused(self, gang_id: str, unfinished: tuple[str, ...]) -> None:
@@ -127,6 +129,12 @@ class Turns:
         """A group was retired."""
         self.perform(self._core.scheduler.remove(self._core.now_us(), group_id))
 
+    def _unpublished(self, accepted: records.CallAccepted) -> None:
+        """A call that came to nothing: had it been to publish a version, the memory for that is given back."""
+        call = accepted.call
+        if call.kind is CallKind.PUBLISH and accepted.work["version"] not in self._core.book.versions:
+            self._core.spawn(self._groups.discard(call.group, str(accepted.work["version"])))
+
     def _finish(self, accepted: records.CallAccepted, record: records.CallEnded) -> records.CallEnded:
         """What the head adds to a result: paths, versions, sampling sessions."""
         core, work = self._core, accepted.work
@@ -135,7 +143,6 @@ class Turns:
         headers = {}
         match call.kind:
             case CallKind.SAVE_STATE:
-                meta_of(Path(str(work["folder"]))).write_bytes(msgspec.json.encode(work["meta"]))
                 body = {"path": work["path"], "type": "save_weights"}
             case CallKind.LOAD_STATE:
                 body = {"path": work["path"]}
@@ -306,7 +313,7 @@ class Turns:
                 works.append(await self._work(action.gang, entry.accepted))
             except PlexrlError as error:
                 self.perform(core.scheduler.finished(core.now_us(), call_id, 0))
-                core.fail(call_id, str(error), "user" if error.exit_code == 2 else "server")
+                core.fail(call_id, str(error), category_of(error))
         # Who was cancelled while we waited must not begin: the gang may have been switched out since.
         for work in [work for work in works if self._over(work.id)]:
             works.remove(work)
@@ -321,7 +328,9 @@ class Turns:
     async def _work(self, gang_id: str, accepted: records.CallAccepted) -> m.Work:
         core, call = self._core, accepted.call
         args = dict(accepted.work)
-        if call.kind is CallKind.PUBLISH:
+        if call.kind is CallKind.SAVE_STATE:
+            await asyncio.to_thread(_note, Path(str(args["folder"])), msgspec.json.encode(args["meta"]))
+        elif call.kind is CallKind.PUBLISH:
             args["slabs"] = await self._groups.snapshot(core.book.models[call.deployment], str(args["version"]))
         elif call.kind is CallKind.SAMPLE and args["version"]:
             await self._groups.attach(gang_id, core.book.versions[str(args["version"])])
@@ -354,3 +363,25 @@ class Turns:
     on_built: Callable[[str], None] = staticmethod(lambda gang: None)
     on_build_failed: Callable[[str, str], None] = staticmethod(lambda gang, why: None)
     on_lost: Callable[[str, str], None] = staticmethod(lambda gang, why: None)
+
+
+def _note(folder: Path, meta: bytes) -> None:
+    """Say beside a checkpoint, before it is written, what it is of. Raises DoesNotFit, PlexrlError; nothing is lost."""
+    path = meta_of(folder)
+    try:
+        if path.is_file() and path.read_bytes() == meta:
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(meta)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DoesNotFit(
+                f"the disk of the pool's checkpoints is full ({error.strerror}): nothing was saved to {folder.name!r}",
+                "Ask the admin to free space, then save again",
+            ) from error
+        raise PlexrlError(f"cannot save to {folder.name!r}: {error}") from error

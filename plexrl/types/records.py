@@ -151,10 +151,14 @@ class SamplerOpened(Record):
 
 
 class SeqConsumed(Record):
-    """(durable) A training call was refused at submission; its seq_id will not come again."""
+    """(durable) A training call was refused at submission; its seq_id will not come again.
+
+    since above 0: none from `since` to seq will (a gap that never closed); calls held behind it fail.
+    """
 
     model: str
     seq: int
+    since: int = 0
 
 
 class CallAccepted(Record):

@@ -33,7 +33,7 @@ def parse(body: bytes) -> AdamParams:
         if request.get("optimizer_params") is not None:
             raise UserError("optimizers other than AdamW are not built yet", "Send adam_params")
         params = msgspec.convert(request.get("adam_params") or {}, AdamParams, strict=False)
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise UserError(f"malformed optim_step request: {error}") from error
     values = msgspec.structs.asdict(params)
     for name, value in values.items():
@@ -41,6 +41,9 @@ def parse(body: bytes) -> AdamParams:
             raise UserError(f"adam_params.{name} is {value}", "Use a finite number that is not negative")
         if name.startswith("beta") and value >= 1:
             raise UserError(f"adam_params.{name} is {value}", "Use a number below 1")
+    if params.eps < 1e-30:
+        # Zero in float32, or near it: 0 / 0 would make weights that never had a gradient NaN.
+        raise UserError(f"adam_params.eps is {params.eps}", "Use 1e-30 or more")
     return params
 
 

@@ -136,7 +136,7 @@ def parse(body: bytes, limits: Limits) -> Asked:
             topk_prompt=int(request.get("topk_prompt_logprobs") or 0),
             topk_sample=int(request.get("topk_sample_logprobs") or 0),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"malformed asample request: {type(error).__name__} {error}") from error
     if not len(prompt):
         raise UserError("the prompt is empty", "Send at least one token")

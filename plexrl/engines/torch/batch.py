@@ -13,6 +13,8 @@ from plexrl.engines.protocol import UserError
 
 # Loss name -> its inputs beside target_tokens; the first one weighs a position (zero: no gradient flows from there).
 LOSSES = {"cross_entropy": ("weights",), "importance_sampling": ("advantages", "logprobs")}
+# Targets of one request, of all its tokens and the k of each.
+MAX_CELLS = 1 << 24
 
 
 class Datum(Struct, frozen=True):
@@ -47,10 +49,15 @@ def parse(body: bytes, vocabulary: int, max_context: int) -> Batch:
         raise UserError(f"{request.loss_fn} takes no loss_fn_config", "Leave it out")
     if not request.data:
         raise UserError("the request holds no data", "Send at least one datum")
-    data = tuple(
-        _datum(index, datum, request.loss_fn, vocabulary, max_context) for index, datum in enumerate(request.data)
-    )
-    return Batch(request.loss_fn, data, sum(len(datum.tokens) for datum in data))
+    data: list[Datum] = []
+    cells = 0
+    for index, datum in enumerate(request.data):
+        data.append(_datum(index, datum, request.loss_fn, vocabulary, max_context))
+        cells += data[-1].targets.size
+        if cells > MAX_CELLS:
+            # Sparse tensors are small on the wire and large here.
+            raise UserError(f"the targets have more than {MAX_CELLS} cells up to datum {index}", "Send less at once")
+    return Batch(request.loss_fn, tuple(data), sum(len(datum.tokens) for datum in data))
 
 
 def plan(lengths: list[int], world: int, budget: int) -> list[list[list[int]]]:
@@ -162,7 +169,7 @@ def _dense(what: str, tensor: pb.Tensor) -> np.ndarray:
 
 
 def _from_csr(csr: pb.SparseCsr, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    if len(shape) != 2 or math.prod(shape) > 1 << 28:
+    if len(shape) != 2 or math.prod(shape) > MAX_CELLS:
         raise ValueError("a CSR tensor has two dimensions of reasonable size")
     values = np.frombuffer(csr.values, dtype)
     rows = np.frombuffer(csr.crow_indices, "<i8")

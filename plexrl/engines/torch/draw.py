@@ -26,7 +26,8 @@ def draw(logits: Tensor, sequences: list[Sequence]) -> None:
         if greedy:
             picked[greedy] = logits[greedy].argmax(-1)
         if drawn:
-            heat = torch.tensor([params[i].temperature for i in drawn])
+            # Below this a quotient overflows; it is the limit of temperature 0 long before.
+            heat = torch.tensor([max(params[i].temperature, 1e-30) for i in drawn])
             probabilities = torch.softmax(logits[drawn] / heat[:, None], -1)
             for row, i in zip(probabilities, drawn, strict=True):
                 _truncate(row, params[i])

@@ -48,6 +48,8 @@ class Home:
             read_weights(spec.model_dir, self.arch, views)
         self.region = device.reserve(Extent(spec.extent_offset, spec.extent_size))
         device.map(self.region)
+        # Whoever had this memory before may have been another user, and may have been killed without clearing it.
+        self.region.buffer.zero_()
 
     def base(self) -> Tensor:
         """The base weights' bytes in the arena, read-only: laid out as a bucket of base_specs."""

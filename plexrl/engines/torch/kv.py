@@ -41,12 +41,21 @@ class KvTable:
         self.rows.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Free the sequence's row; the last row moves into it."""
+        """Free the sequence's row; the last row moves into it. What is left behind is cleared: the next may be
+        another user's.
+        """
         last = self.rows.pop()
+        start = self.place(last.row)
+        used = last.cached
         if last is not sequence:
             self._copy(last.row, sequence.row, last.cached)
+            stale = self.place(sequence.row)
+            for layer in self.layers:
+                layer[:, stale + last.cached : stale + sequence.cached].zero_()
             last.row = sequence.row
             self.rows[last.row] = last
+        for layer in self.layers:
+            layer[:, start : start + used].zero_()
         sequence.row = None
 
     def replicate(self, source: Sequence, target: Sequence, count: int) -> None:
