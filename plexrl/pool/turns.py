@@ -82,6 +82,7 @@ class Turns:
             cpu_us=outcome.cpu_us,
             wall_us=outcome.wall_us,
             gang=gang_id,
+            moved_bytes=outcome.moved_bytes,
         )
         if outcome.ok:
             record = self._finish(entry.accepted, record)

@@ -173,7 +173,10 @@ class CallAccepted(Record):
 
 
 class CallEnded(Record):
-    """(durable) ok, or error with its category (user, server, cancelled). cpu_us: the busiest rank's CPU time."""
+    """(durable) ok, or error with its category (user, server, cancelled). cpu_us: the busiest rank's CPU time.
+
+    moved_bytes: adapter bytes that all ranks had to move, out and in, before the call could run.
+    """
 
     id: str
     ok: bool
@@ -186,6 +189,7 @@ class CallEnded(Record):
     wall_us: int = 0
     gang: str = ""
     headers: dict[str, str] = {}
+    moved_bytes: int = 0
 
 
 class Delivered(Record):
