@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -193,7 +194,7 @@ def run(
             if agent.poll() is not None:
                 break
     finally:
-        agent.terminate()
+        agent.send_signal(signal.SIGINT)
         agent.wait()
     raise typer.Exit(max(code, 0))
 

@@ -11,7 +11,18 @@ import zmq
 from plexrl.pool.admission import Admission
 from plexrl.pool.api import Api
 from plexrl.pool.core import Core
-from plexrl.types import ApiError, BadInput, Command, HttpRequest, HttpResponse, Peer, PlexrlError, commands, records
+from plexrl.types import (
+    ApiError,
+    BadInput,
+    Command,
+    HttpRequest,
+    HttpResponse,
+    Peer,
+    PlexrlError,
+    Unavailable,
+    commands,
+    records,
+)
 from plexrl.wire import messages
 from plexrl.wire.channel import Server
 from plexrl.wire.keys import Keys
