@@ -125,7 +125,9 @@ class Door:
                 raise BadInput(f"job {peer.job} is over: {known.ended}", "Submit it again")
         except PlexrlError as error:
             log.warning("a hello for job %d was refused: %s", hello.job, error)
-            self._server.send(identity, messages.encode(messages.Refused(str(error))))
+            # Slurm or MUNGE that does not answer says nothing about the job: its proxy asks again.
+            refused = messages.Refused(str(error), later=isinstance(error, Unavailable))
+            self._server.send(identity, messages.encode(refused))
             return
         finally:
             self._greeting.discard(key)
