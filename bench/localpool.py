@@ -48,10 +48,13 @@ class LocalPool:
     def start(self) -> None:
         """Declare and run it, and wait until it is ready."""
         self.plexrl("pool", "declare", "test", "--private", "--config", str(self.config_file))
-        command = [*unprivileged(), *_PLEXRL, "pool", "run", "test", "--gpus", str(self.gpus), *self._where()]
         self.log = (self.root / "pool.log").open("ab")
-        self._process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True)
+        self._process = subprocess.Popen(self.command(), stdout=self.log, stderr=self.log, start_new_session=True)
         self.wait_until("the pool is ready", lambda: self.live() is not None and self.live()["state"] == "ready")
+
+    def command(self) -> list[str]:
+        """What runs the pool."""
+        return [*unprivileged(), *_PLEXRL, "pool", "run", "test", "--gpus", str(self.gpus), *self._where()]
 
     def stop(self) -> None:
         """End it and all that it started."""
@@ -69,10 +72,13 @@ class LocalPool:
         command = [*unprivileged(), *_PLEXRL, *arguments, *self._where()]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)
 
-    def attach(self, command: Sequence[str], stderr: int | None = subprocess.PIPE, **env: str) -> subprocess.Popen[str]:
-        """Start a command attached to the pool. stderr None: ours."""
+    def attach(
+        self, command: Sequence[str], stderr: int | None = subprocess.PIPE, stdin: bool = False, **env: str
+    ) -> subprocess.Popen[str]:
+        """Start a command attached to the pool. stderr None: ours. stdin: a pipe."""
         return subprocess.Popen(
             [*unprivileged(), *_PLEXRL, "attach", "--pool", "test", *self._where(), "--", *command],
+            stdin=subprocess.PIPE if stdin else None,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

@@ -66,7 +66,7 @@ class Demo:
         with ExitStack() as after:
             self._say(f"starting a development cluster in {cluster.directory}")
             after.callback(self._down)
-            cluster.up(2, 1, models={MODEL: model})
+            cluster.up(2, 1, models={MODEL: model.resolve()})
             self._declare()
             self._say(f"starting pool {POOL!r} on 2 nodes with 1 GPU each, under the account plexrl")
             self._plexrl("pool", "start", POOL, "--nodes", "2", "--gpus-per-node", "1")

@@ -28,6 +28,7 @@ from plexrl.types import DoesNotFit, PlexrlError, Slab
 log = logging.getLogger("plexrl.agent")
 _INTERVAL_S = 10.0
 _GRACE_S = 10.0
+_TERM_S = 20.0
 _TAIL_BYTES = 2000
 SHARED = -1
 
@@ -68,8 +69,9 @@ class Agent:
     async def run(self) -> int:
         """Serve until told to stop. The last act is to close the interval. Exit code 75: another should take over."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGINT, self._stop.set)
+        # scancel sends SIGTERM to everybody at once: the head drains first and tells us when it has.
+        loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(_TERM_S, self._stop.set))
         self._intervals.extend(_now_us(), final=False)
         models = [model.path for model in self._config.models.values() if model.engine != "noop"]
         self._nursery = Nursery(models, self._died, self._nursery_gone)

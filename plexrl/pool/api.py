@@ -4,6 +4,7 @@ Repeats are known by the keys that are stable across the SDK's retries: (model, 
 session, seq) for samples, (session, seq) for creations, the idempotency header for sessions.
 """
 
+import asyncio
 import json
 import logging
 import secrets
@@ -223,6 +224,7 @@ class Api:
             units=max(command.units, 1),
         )
         await self._accept(peer, call, command.digest, work, command.body)
+        self._core.faults.hit(f"accepted-{call.kind}")
         self._deployments.release(model)
         return promise
 
@@ -308,8 +310,9 @@ class Api:
         if len(self._book.open_calls.get(peer.job, ())) >= limit:
             raise ApiError(429, f"this job has {limit} calls open", "It goes on when some have ended")
 
-    async def _accept(self, peer: Peer, call: Call, digest: str, work: dict, body: bytes) -> None:
-        await self._core.keep(
+    def _accept(self, peer: Peer, call: Call, digest: str, work: dict, body: bytes) -> asyncio.Future:
+        """The future that ends when the call is on disk: only then is it acknowledged."""
+        return self._core.keep(
             call.id,
             records.CallAccepted(
                 now_us=self._core.now_us(),
@@ -321,8 +324,6 @@ class Api:
                 after=self._book.jobs[peer.job].last_delivered,
             ),
         )
-        self._core.faults.hit(f"accepted-{call.kind}")
-
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     async def _open_sampler(self, peer: Peer, command: commands.OpenSampler) -> commands.SamplerOpened:
@@ -408,8 +409,11 @@ class Api:
             cost_us=prior_cost_us(CallKind.SAMPLE, command.units),
             units=max(command.units, 1),
         )
-        await self._accept(peer, call, command.digest, {"version": opened.version}, command.body)
+        accepted = self._accept(peer, call, command.digest, {"version": opened.version}, command.body)
+        # It may be drawn meanwhile: a sample has no state, and one that a dying head forgets is asked for again. A
+        # training call changes the model, and is not begun before it is on disk.
         self._turns.submit(call)
+        await accepted
         return promise
 
     # -- futures -------------------------------------------------------------------------------------------------------

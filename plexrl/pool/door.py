@@ -11,7 +11,18 @@ import zmq
 from plexrl.pool.admission import Admission
 from plexrl.pool.api import Api
 from plexrl.pool.core import Core
-from plexrl.types import ApiError, BadInput, Command, HttpRequest, HttpResponse, Peer, PlexrlError, commands, records
+from plexrl.types import (
+    ApiError,
+    BadInput,
+    Command,
+    HttpRequest,
+    HttpResponse,
+    Peer,
+    PlexrlError,
+    Unavailable,
+    commands,
+    records,
+)
 from plexrl.wire import messages
 from plexrl.wire.channel import Server
 from plexrl.wire.keys import Keys
@@ -114,7 +125,9 @@ class Door:
                 raise BadInput(f"job {peer.job} is over: {known.ended}", "Submit it again")
         except PlexrlError as error:
             log.warning("a hello for job %d was refused: %s", hello.job, error)
-            self._server.send(identity, messages.encode(messages.Refused(str(error))))
+            # Slurm or MUNGE that does not answer says nothing about the job: its proxy asks again.
+            refused = messages.Refused(str(error), later=isinstance(error, Unavailable))
+            self._server.send(identity, messages.encode(refused))
             return
         finally:
             self._greeting.discard(key)

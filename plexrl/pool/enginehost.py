@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
@@ -58,7 +59,7 @@ def serve(packed: bytes) -> int:
     if host is None:
         follower()
     else:
-        asyncio.run(_Leader(settings, host).serve())
+        uvloop.run(_Leader(settings, host).serve())
     logging.shutdown()
     # The nursery ends us by _exit: torch's threads abort now and then in an ordinary one.
     return 0

@@ -26,8 +26,9 @@ async def keep(head: Sequence[str], agent: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     end_agent = asyncio.Event()
-    agents = asyncio.create_task(_keep("agent", agent, end_agent))
-    heads = asyncio.create_task(_keep("head", head, stop))
+    # An agent takes SIGTERM for the end of its allocation, and waits for what the head has to say about that.
+    agents = asyncio.create_task(_keep("agent", agent, end_agent, signal.SIGINT))
+    heads = asyncio.create_task(_keep("head", head, stop, signal.SIGTERM))
     await asyncio.wait([agents, heads], return_when=asyncio.FIRST_COMPLETED)
     stop.set()  # an agent that cannot be kept ends the pool
     code = await heads
@@ -35,7 +36,7 @@ async def keep(head: Sequence[str], agent: Sequence[str]) -> int:
     return code or await agents
 
 
-async def _keep(name: str, command: Sequence[str], stop: asyncio.Event) -> int:
+async def _keep(name: str, command: Sequence[str], stop: asyncio.Event, end: signal.Signals) -> int:
     falls = 0
     while True:
         began = time.monotonic()
@@ -45,7 +46,7 @@ async def _keep(name: str, command: Sequence[str], stop: asyncio.Event) -> int:
         told.cancel()
         if stop.is_set():
             if child.returncode is None:
-                child.terminate()
+                child.send_signal(end)
             return max(await ended, 0)
         code = await ended
         if code >= 0 and code != AGAIN:

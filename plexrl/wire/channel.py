@@ -237,9 +237,9 @@ _EVENTS: dict[int, str] = {
 def _set_common(socket: zmq.Socket, max_bytes: int) -> None:
     socket.linger = 0
     socket.maxmsgsize = max_bytes
-    # libzmq 4.3.5 ends the whole process (assertion !_io_error or _input_stopped) when a connection falls whose input it
-    # had stopped at the high water mark, if a heartbeat is due or waits in the buffer. So input is never stopped; what
-    # bounds the memory is that the receivers drain at once and that honest clients bound what they have open.
+    # libzmq 4.3.5 ends the whole process (assertion !_io_error or _input_stopped) when a connection falls whose input
+    # it had stopped at the high water mark, if a heartbeat is due or waits in the buffer. So input is never stopped;
+    # what bounds the memory is that receivers drain at once and that honest clients bound what they have open.
     socket.rcvhwm = 0
     socket.handshake_ivl = _HANDSHAKE_MS
 
