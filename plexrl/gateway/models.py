@@ -108,7 +108,7 @@ def create_model(request: HttpRequest, config: PoolConfig) -> CreateModel:
     if lora.rank == 0:
         if not all(trained):
             raise NotBuilt("Training a part of the full parameters", "Give rank 0 without train_attn, train_mlp ...")
-        return command
+        return msgspec.structs.replace(command, lora_seed=lora.seed)
     top = max(model.lora.max_rank for model in config.models.values())
     if name in config.models:
         top = config.models[name].lora.max_rank
