@@ -23,7 +23,6 @@ from plexrl.pool.layout import Layout
 from plexrl.pool.nursery import Nursery, rank_fds
 from plexrl.pool.peer import HeadLink
 from plexrl.types import DoesNotFit, PlexrlError, Slab
-from plexrl.wire.keys import Keys
 
 log = logging.getLogger("plexrl.agent")
 _INTERVAL_S = 10.0
@@ -63,28 +62,15 @@ class Agent:
         self._intervals.extend(_now_us(), final=False)
         models = [model.path for model in self._config.models.values() if model.engine != "noop"]
         self._nursery = Nursery(models, self._died)
-        keys = await self._wait_for_keys()
-        if keys is not None:
-            link = HeadLink(self._layout.control, keys, f"agent:{self._node}", self._hello, self._take)
-            self._link = link
-            linking = asyncio.create_task(link.run())
-            try:
-                await self._watch()
-            finally:
-                await self._end_children()
-                linking.cancel()
-                await asyncio.gather(linking, return_exceptions=True)
-        else:
-            self._nursery.close()
+        self._link = HeadLink(self._layout.control, self._layout.keys, f"agent:{self._node}", self._hello, self._take)
+        linking = asyncio.create_task(self._link.run())
+        try:
+            await self._watch()
+        finally:
+            await self._end_children()
+            linking.cancel()
+            await asyncio.gather(linking, return_exceptions=True)
         self._intervals.extend(_now_us(), final=True)
-
-    async def _wait_for_keys(self) -> Keys | None:
-        while not self._stop.is_set():
-            if self._layout.control.exists():
-                return Keys.load(self._layout.keys)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), 0.2)
-        return None
 
     async def _watch(self) -> None:
         while not self._stop.is_set():

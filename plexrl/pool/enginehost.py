@@ -114,7 +114,6 @@ class _Leader:
 
     def __init__(self, settings: Settings, host):
         from plexrl.pool.peer import HeadLink
-        from plexrl.wire.keys import Keys
 
         self._settings = settings
         self._host = host
@@ -122,7 +121,7 @@ class _Leader:
         self._wake = asyncio.Event()
         self._exit = False
         self._link = HeadLink(
-            Path(settings.control), Keys.load(settings.keys), f"gang:{settings.gang}", self._hello, self._take
+            Path(settings.control), Path(settings.keys), f"gang:{settings.gang}", self._hello, self._take
         )
 
     async def serve(self) -> None:

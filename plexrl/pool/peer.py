@@ -9,7 +9,7 @@ import zmq
 
 from plexrl.pool import messages as m
 from plexrl.pool.control import Control, read_control
-from plexrl.types import Epoch, Unavailable
+from plexrl.types import Epoch, PlexrlError, Unavailable
 from plexrl.wire.channel import Client
 from plexrl.wire.keys import Keys
 
@@ -21,20 +21,20 @@ _PING_S = 1.0
 class HeadLink:
     """One connection to whatever head is written in control.json, re-made when that changes.
 
-    hello() gives the message that introduces us; it is sent on every (re)connection and whenever the head asks who we
+    control, keys: the files in which a head writes its address and our key pair. hello() gives the message that introduces us; it is sent on every (re)connection and whenever the head asks who we
     are. receive(message) gets everything else from a head whose epoch is not lower than any seen before.
     """
 
     def __init__(
         self,
         control: Path,
-        keys: Keys,
+        keys: Path,
         identity: str,
         hello: Callable[[], m.Message],
         receive: Callable[[m.Message], None],
     ):
         self._control_path = control
-        self._keys = keys
+        self._keys_path = keys
         self._identity = identity.encode()
         self._hello = hello
         self._receive = receive
@@ -81,9 +81,16 @@ class HeadLink:
             return
         if self._client is not None:
             self._client.close()
+        self._client = None
         self._welcomed = False
+        try:
+            # Read again: a head of another start of the pool has made new ones before it wrote where it is.
+            keys = Keys.load(self._keys_path)
+        except PlexrlError as error:
+            log.info("no keys for the head yet: %s", error)
+            return
         self._control = control
-        self._client = Client(self._context, control.address, control.server_key, self._keys, self._identity)
+        self._client = Client(self._context, control.address, control.server_key, keys, self._identity)
         self._client.start(self._take, self._changed)
 
     def _changed(self, up: bool, why: str) -> None:
