@@ -21,8 +21,9 @@ _PING_S = 1.0
 class HeadLink:
     """One connection to whatever head is written in control.json, re-made when that changes.
 
-    control, keys: the files in which a head writes its address and our key pair. hello() gives the message that introduces us; it is sent on every (re)connection and whenever the head asks who we
-    are. receive(message) gets everything else from a head whose epoch is not lower than any seen before.
+    control, keys: the files in which a head writes its address and our key pair. hello() gives the message that
+    introduces us; it is sent on every (re)connection and whenever the head asks who we are. receive(message) gets
+    everything else from a head whose epoch is not lower than any seen before.
     """
 
     def __init__(
