@@ -35,12 +35,13 @@ models:
     path: {path}
     accounts: [ml, bio]
     max_context: 128
-    micro_batch_tokens: 1024
+    micro_batch_tokens: 320
     train: {{gpus: {gpus}}}
     sample: {{replicas: {gpus}, kv_bytes: 64MiB, max_batch: 32}}
     lora: {{max_rank: 16, slots: 1}}
 device: {{kind: cpu, bytes: 2816MiB, cores: {{n1: [0], n2: [1]}}}}
-host: {{bytes: 4608MiB}}
+host: {{bytes: 4096MiB}}
+limits: {{versions_per_model: 1}}
 scheduler: {{placement: {placement}, order: fifo, anticipation: 20ms, gradient_anticipation: 1s, quantum: 10s}}
 service_user: plexrl
 munge_socket: {munge}

@@ -75,9 +75,8 @@ class Agent:
         self._intervals.extend(_now_us(), final=False)
         models = [model.path for model in self._config.models.values() if model.engine != "noop"]
         self._nursery = Nursery(models, self._died, self._nursery_gone)
-        link = HeadLink(self._layout.control, self._layout.keys, f"agent:{self._node}", self._hello, self._take)
-        self._link = link
-        linking = asyncio.create_task(link.run())
+        self._link = HeadLink(self._layout.control, self._layout.keys, f"agent:{self._node}", self._hello, self._take)
+        linking = asyncio.create_task(self._link.run())
         try:
             await self._watch()
         finally:

@@ -324,6 +324,7 @@ class Api:
                 after=self._book.jobs[peer.job].last_delivered,
             ),
         )
+
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     async def _open_sampler(self, peer: Peer, command: commands.OpenSampler) -> commands.SamplerOpened:

@@ -3,12 +3,13 @@
 import os
 import pwd
 import shutil
+import socket
 import time
 from pathlib import Path
 
 from plexrl.config import load
 from plexrl.pool.share import shared
-from plexrl.slurm.adapter import JobInfo, Slurm
+from plexrl.slurm.adapter import Slurm
 from plexrl.types import BadInput, PlexrlError, Unavailable
 from plexrl.wire.registry import Declared, Live, Registry
 
@@ -71,8 +72,9 @@ class Lifecycle:
 
     def forget(self, name: str) -> None:
         """Remove what an earlier life of the pool left: journal, ledger, intervals. Raises BadInput while it runs."""
-        if self._registry.live(name) is not None:
+        if self._running(name) is not None:
             raise BadInput(f"pool {name!r} is up", "Stop it first")
+        self._registry.withdraw(name)
         for folder in ("journal", "ledger", "agents", "logs", "checkpoints"):
             shutil.rmtree(Path(self._registry.declared(name).state_dir) / folder, ignore_errors=True)
 
@@ -96,9 +98,8 @@ class Lifecycle:
         declared = self._registry.declared(name)
         if declared.kind == "private":
             raise BadInput(f"pool {name!r} is private and runs without Slurm", f"Run: plexrl pool run {name}")
-        live = self._registry.live(name)
-        job = self._job(live) if live is not None else None
-        if live is not None and job is not None and job.state in ("RUNNING", "PENDING"):
+        live = self._running(name)
+        if live is not None:
             raise BadInput(f"pool {name!r} is {live.state} in Slurm job {live.slurm_job}", "Stop it first")
         who = os.getuid()
         submit_as = []
@@ -160,8 +161,20 @@ class Lifecycle:
         slurm.cancel(job_id)
         raise PlexrlError(f"pool {name!r} did not end within {_STOP_S:.0f} s and was cancelled", "See its output")
 
-    def _job(self, live: Live) -> JobInfo | None:
-        return self._need_slurm().job(live.slurm_job) if live.slurm_job else None
+    def _running(self, name: str) -> Live | None:
+        """The pool's live file, None also when what it tells of is dead: a head that was killed withdraws nothing."""
+        live = self._registry.live(name)
+        if live is None:
+            return None
+        if live.slurm_job:
+            job = self._need_slurm().job(live.slurm_job)
+            return live if job is not None and job.state in ("RUNNING", "PENDING", "COMPLETING") else None
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(live.address.removeprefix("ipc://"))
+            except OSError:
+                return None
+        return live
 
     def _need_slurm(self) -> Slurm:
         if self._slurm is None:

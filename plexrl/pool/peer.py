@@ -10,7 +10,7 @@ import zmq
 
 from plexrl.pool import messages as m
 from plexrl.pool.control import Control, read_control
-from plexrl.types import BadInput, Epoch, Unavailable
+from plexrl.types import Epoch, PlexrlError, Unavailable
 from plexrl.wire.channel import Client
 from plexrl.wire.keys import Keys
 
@@ -46,8 +46,9 @@ class Replies:
 class HeadLink:
     """One connection to whatever head is written in control.json, re-made when that changes.
 
-    hello() gives the message that introduces us; it is sent on every (re)connection and whenever the head asks who we
-    are. receive(message) gets everything else from a head whose epoch is not lower than any seen before.
+    control, keys: the files in which a head writes its address and our key pair. hello() gives the message that
+    introduces us; it is sent on every (re)connection and whenever the head asks who we are. receive(message) gets
+    everything else from a head whose epoch is not lower than any seen before.
     """
 
     def __init__(
@@ -97,10 +98,7 @@ class HeadLink:
     def _look(self) -> None:
         try:
             control = read_control(self._control_path)
-            keys = Keys.load(self._keys_path)
-        except (Unavailable, BadInput) as error:
-            # No head has been here yet, or a new one is just writing its files.
-            log.debug("no head to be found: %s", error)
+        except Unavailable:
             return
         if self._control is not None and (control.address, control.server_key) == (
             self._control.address,
@@ -109,7 +107,14 @@ class HeadLink:
             return
         if self._client is not None:
             self._client.close()
+        self._client = None
         self._welcomed = False
+        try:
+            # Read again: a head of another start of the pool has made new ones before it wrote where it is.
+            keys = Keys.load(self._keys_path)
+        except PlexrlError as error:
+            log.info("no keys for the head yet: %s", error)
+            return
         self._control = control
         self._client = Client(self._context, control.address, control.server_key, keys, self._identity)
         self._client.start(self._take, self._changed)

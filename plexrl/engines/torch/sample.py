@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec, UserError
 from plexrl.engines.torch import asample
 from plexrl.engines.torch.asample import Limits, Request, Sequence
 from plexrl.engines.torch.draw import draw
-from plexrl.engines.torch.home import Home, Slots, check_size, manifest, total
+from plexrl.engines.torch.home import Home, manifest, total
 from plexrl.engines.torch.kv import KvTable, Prompt, Rows
-from plexrl.engines.torch.lora import Adapters, Shape
+from plexrl.engines.torch.lora import Shape
 from plexrl.engines.torch.losses import CHUNK, token_logprobs
 from plexrl.engines.torch.model import backbone, bind, head
+from plexrl.engines.torch.versions import BASE, Versions
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import Device
 from plexrl.memory.resident import DIRTY, ZERO, ResidentState
@@ -31,15 +31,6 @@ from plexrl.types import BadInput, Moved, PlexrlError, Result, Slab
 PROTO = "application/x-protobuf"
 # Prompt tokens that one step reads at most before it decodes (a longer prompt goes alone): steps bound a pause's delay.
 PREFILL_TOKENS = 1024
-
-
-class _Version:
-    """A published version. shape None: full parameters or the base. source: its weights' bytes in the arena."""
-
-    def __init__(self, source: Tensor | None, shape: Shape | None, state: ResidentState | None) -> None:
-        self.source = source
-        self.shape = shape
-        self.state = state
 
 
 class Sampler:
@@ -53,19 +44,14 @@ class Sampler:
             raise BadInput("the sampler got no slab to park its KV in", "Allocate Sizes.park_bytes in the arena")
         self._spec = spec
         self._home = home = Home(spec, device, arena)
-        self._bucket = "frozen" if spec.kind == "lora" else "weights"
-        plan = manifest({self._bucket: home.base_specs, "kv": layout.kv_specs(home.arch, spec.dtype, spec.kv_bytes)})
-        self._base = home.base()
-        self._state = ResidentState(plan, home.region.buffer, arena.view(spec.park), {self._bucket: self._base})
+        plan = manifest({BASE: home.base_specs, "kv": layout.kv_specs(home.arch, spec.dtype, spec.kv_bytes)})
+        self._state = ResidentState(plan, home.region.buffer, arena.view(spec.park), {BASE: home.base()})
         self._state.load()
         views = plan.views(home.region.buffer)
-        bind(home.model, views[self._bucket])
+        bind(home.model, views[BASE])
         self._table = KvTable(list(views["kv"].values()), spec.max_batch)
         self._backbone = backbone(home.model)
-        self._adapters = Adapters(home.model, home.arch)
-        self._slots = Slots(spec.lora_slots)
-        self._versions: dict[str, _Version] = {}
-        self._loaded: str | None = None  # kind full: the version whose weights are in the region
+        self._versions = Versions(home, self._state)
         self._waiting: deque[Sequence] = deque()
         self._requests: dict[str, Request] = {}
         self._limits = Limits(
@@ -83,47 +69,20 @@ class Sampler:
         self, version: str, slab: Slab | None, lora_rank: int | None, attn: bool, mlp: bool, unembed: bool
     ) -> None:
         """See protocol.SampleEngine. Attaching a known version again changes nothing."""
-        if version in self._versions:
-            return
-        if slab is None:
-            self._versions[version] = _Version(self._base, None, None)
-            return
-        if (lora_rank is None) != (self._spec.kind == "full"):
-            raise BadInput(f"version of LoRA rank {lora_rank} in a group of kind {self._spec.kind!r}", "Use the other")
-        source = self._home.arena.view(slab, readonly=True)
-        if lora_rank is None:
-            check_size(f"version {version!r}", slab, self._base.numel())
-            self._versions[version] = _Version(source, None, None)
-            return
-        shape = Shape(lora_rank, attn, mlp, unembed)
-        plan = manifest({"weights": self._home.adapter_specs(shape)})
-        check_size(f"version {version!r}", slab, plan.size)
-        state = ResidentState(plan, self._home.slot(0), None, {"weights": source})
-        self._versions[version] = _Version(source, shape, state)
+        shape = None if slab is None or lora_rank is None else Shape(lora_rank, attn, mlp, unembed)
+        self._versions.attach(version, slab, shape)
 
     def detach(self, version: str) -> None:
         """See protocol.SampleEngine. Raises BadInput while a call uses it."""
         if any(request.version == version for request in self._requests.values()):
             raise BadInput(f"version {version!r} is in use", "Detach it when its calls have ended")
-        gone = self._versions.pop(version, None)
-        if gone is None:
-            return
-        slot = self._slots.release(gone)
-        if slot is not None and self._on_device:
-            self._home.slot(slot).zero_()
-        if self._loaded == version:
-            # Its slab goes away, and so must the pointer to it; nobody draws from it any more.
-            self._state.repoint(self._bucket, self._base)
-            self._loaded = None
-            if self._on_device:
-                self._state.load()
+        self._versions.detach(version, self._on_device)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def add(self, call_id: str, version: str | None, body: bytes) -> None:
         """See protocol.SampleEngine."""
-        if version is not None and version not in self._versions:
-            raise BadInput(f"version {version!r} is not attached", "Attach it first")
+        self._versions.check(version)
         if call_id in self._requests:
             raise BadInput(f"call {call_id!r} is here already", "Add a call once")
         request = Request(call_id, version, asample.parse(body, self._limits))
@@ -166,7 +125,7 @@ class Sampler:
     def offload(self) -> Moved:
         """See protocol.SampleEngine."""
         self._state.mark("kv", DIRTY if self._table.rows else ZERO)
-        moved = [v.state.offload() for v in self._versions.values() if self._slots.release(v) is not None]
+        moved = self._versions.offload()
         moved.append(self._state.offload())
         self._home.device.unmap(self._home.region)
         self._on_device = False
@@ -192,7 +151,7 @@ class Sampler:
         while self._waiting:
             sequence = self._waiting[0]
             request = sequence.request
-            if not self._table.fits(request.need) or not self._suits(request.version):
+            if not self._table.fits(request.need) or (self._table.rows and not self._versions.joins(request.version)):
                 break
             sibling = next((s for s in self._table.rows if s.request is request), None)
             if sibling is None and budget < len(request.prompt) and budget < PREFILL_TOKENS:
@@ -207,38 +166,11 @@ class Sampler:
             admitted.append(sequence)
         return admitted
 
-    def _suits(self, version: str | None) -> bool:
-        """Kind full has one version in the region; another one comes in when nobody draws from it any more."""
-        return self._spec.kind == "lora" or version == self._loaded or not self._table.rows
-
-    def _wire(self, version: str | None) -> None:
-        """Have the version's weights on the device and the model on them."""
-        known = None if version is None else self._versions[version]
-        if self._spec.kind == "full":
-            if version != self._loaded:
-                self._state.repoint(self._bucket, self._base if known is None else known.source)
-                self._state.load()
-                self._loaded = version
-            return
-        if known is None or known.shape is None:
-            self._adapters.use(None)
-            return
-        slot = self._slots.find(known)
-        if slot is None:
-            slot, evicted = self._slots.claim(known)
-            if evicted is not None:
-                evicted.state.offload()
-            place = self._home.slot(slot)
-            known.state.rebind(place)
-            known.state.load()
-            self._adapters.ensure(slot, known.shape, known.state.manifest.views(place)["weights"])
-        self._adapters.use(slot, known.shape)
-
     def _prefill(self, sequence: Sequence) -> None:
         """Read the prompt into the sequence's row; keep what all samples of the request need of it."""
         start = time.process_time_ns()
         request = sequence.request
-        self._wire(request.version)
+        self._versions.wire(request.version)
         prompt = torch.from_numpy(request.prompt)
         cache = Prompt(self._table, sequence.row)
         hidden = self._backbone(
@@ -263,7 +195,7 @@ class Sampler:
     def _decode(self, version: str | None, sequences: list[Sequence]) -> None:
         """One token for each sequence."""
         start = time.process_time_ns()
-        self._wire(version)
+        self._versions.wire(version)
         cache = Rows(self._table, sequences, self._home.dtype)
         hidden = self._backbone(
             input_ids=torch.tensor([s.tokens[-1] for s in sequences])[:, None],

@@ -8,58 +8,25 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec, UserError
-from plexrl.engines.torch import adam, batch, files, losses
+from plexrl.engines.torch import adam, batch, files, heap
+from plexrl.engines.torch.deployment import Bound, Deployment
 from plexrl.engines.torch.gang import Gang
 from plexrl.engines.torch.home import Home, Slots, check_size, manifest, total
-from plexrl.engines.torch.lora import Adapters, Shape, initialise, peft_config
-from plexrl.engines.torch.model import backbone, bind, head
+from plexrl.engines.torch.lora import Adapters, Shape, initialise
+from plexrl.engines.torch.microbatch import forward, in_order
+from plexrl.engines.torch.model import bind
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import Device
-from plexrl.memory.manifest import Manifest
 from plexrl.memory.resident import CLEAN, DIRTY, ZERO, ResidentState
 from plexrl.types import BadInput, Moved, PlexrlError, Residency, Result, Slab
 
 PROTO = "application/x-protobuf"
 JSON = "application/json"
-_MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-
-
-class _Bound:
-    """The tensors at one place for one shape of state: views, made once. The module's parameters are among them."""
-
-    def __init__(self, layout_: Manifest, place: Tensor, dtype: torch.dtype) -> None:
-        self.views = layout_.views(place)
-        flat = {b.name: place[b.offset : b.offset + b.size] for b in layout_.buckets}
-        self.weights = flat["weights"]
-        self.grads = flat["grads"].view(dtype)
-        self.adam = adam.Adam(
-            flat["weights"].view(dtype),
-            self.grads,
-            flat["moment1"].view(dtype),
-            flat["moment2"].view(dtype),
-            self.views["steps"]["step"],
-        )
-
-
-class _Deployment:
-    """One model's training state and where it is. shape None: full parameters."""
-
-    def __init__(self, shape: Shape | None, state: ResidentState) -> None:
-        self.shape = shape
-        self.state = state
 
 
 class Trainer:
@@ -71,8 +38,8 @@ class Trainer:
         self._gang = Gang(spec.rank, spec.world, spec.rendezvous, spec.interface)
         self._home = Home(spec, device, arena)
         self._gang.barrier()  # the rank that fills the base has done so
-        self._deployments: dict[str, _Deployment] = {}
-        self._bounds: dict[tuple[int | None, Shape | None], _Bound] = {}
+        self._deployments: dict[str, Deployment] = {}
+        self._bounds: dict[tuple[int | None, Shape | None], Bound] = {}
         self._on_device = True
         self._slots = Slots(spec.lora_slots)
         self._base: ResidentState | None = None
@@ -86,10 +53,9 @@ class Trainer:
             self._adapters = Adapters(model, self._home.arch)
         else:
             self._full = manifest(layout.state_buckets(self._home.base_specs))
-            bound = _Bound(self._full, region, self._home.dtype)
+            bound = Bound(self._full, region, self._home.dtype)
             bind(model, bound.views["weights"], bound.views["grads"])
             self._bounds[None, None] = bound
-        self._backbone = backbone(model)
 
     # --- deployments ----------------------------------------------------------------------------------------------
 
@@ -128,7 +94,7 @@ class Trainer:
         host["rng"]["generator"].copy_(generator.get_state())
         state.mark("weights", CLEAN)
         state.mark("rng", CLEAN)
-        self._deployments[deployment] = _Deployment(shape, state)
+        self._deployments[deployment] = Deployment(shape, state)
         if shape is None and self._on_device:
             state.load()
 
@@ -163,7 +129,7 @@ class Trainer:
                 before = bound.grads.clone()
             if members:
                 data = [work.data[i] for i in members]
-                value, logprobs = self._micro_batch(work.loss, data, not forward_only)
+                value, logprobs = forward(self._home.model, work.loss, data, not forward_only)
                 parts[self._spec.rank][filled : filled + logprobs.numel()] = logprobs.detach().reshape(-1)
                 filled += logprobs.numel()
                 bad = bad or not math.isfinite(value.item())
@@ -180,7 +146,7 @@ class Trainer:
         whole = torch.tensor([loss], dtype=torch.float64)
         self._gang.sum(whole)
         self._gang.to_root(parts)
-        answer = b"" if self._spec.rank else batch.output(work, _in_order(work, plans, parts), float(whole))
+        answer = b"" if self._spec.rank else batch.output(work, in_order(work, plans, parts), float(whole))
         used += time.process_time_ns() - start
         return Result(
             content_type=PROTO,
@@ -199,8 +165,7 @@ class Trainer:
         self._gang.sum(bound.grads)
         norm = bound.adam.step(params)
         if not math.isfinite(norm):
-            bound.grads.zero_()
-            target.state.mark("grads", ZERO)
+            target.clear_grads(bound)
             raise UserError("the gradients are not finite; they are dropped and nothing was changed")
         for name in ("weights", "moment1", "moment2", "steps"):
             target.state.mark(name, DIRTY)
@@ -218,38 +183,25 @@ class Trainer:
         """See protocol.TrainEngine. Rank 0 writes: the replicas are equal. Gradients are not part of a saved state."""
         target = self._find(deployment)
         bound, _ = self._use(target)
-
-        def write() -> None:
-            with files.replacing(folder) as work:
-                self._write_weights(target, bound, work)
-                if optimizer:
-                    files.write_tensors(work / "optimizer.safetensors", _optimizer(bound), {"format": "plexrl"})
-
-        self._together(write if self._spec.rank == 0 else lambda: None, f"save to {folder}")
+        self._write(target, bound, folder, optimizer)
 
     def load(self, deployment: str, folder: Path, optimizer: bool) -> None:
         """See protocol.TrainEngine. Raises UserError, nothing changed, for a state of another shape."""
         target = self._find(deployment)
         bound, _ = self._use(target)
-        weights = {folder / _weights_file(target.shape): bound.views["weights"]}
-        state = {folder / "optimizer.safetensors": _optimizer(bound)} if optimizer else {}
+        stored = dict(target.stored(bound, folder, optimizer))
 
         def check() -> None:
-            for path, tensors in (weights | state).items():
+            for path, tensors in stored.items():
                 files.check_tensors(path, tensors)
 
+        def read() -> None:
+            for path, tensors in stored.items():
+                files.read_tensors(path, tensors)
+
         self._together(check, f"load {folder}")
-        for path, tensors in (weights | state).items():
-            files.read_tensors(path, tensors)
-        target.state.mark("weights", DIRTY)
-        for name in ("moment1", "moment2", "steps"):
-            if not optimizer:
-                _clear(bound, name)
-            target.state.mark(name, DIRTY if optimizer else ZERO)
-        if optimizer:
-            target.state.mark("rng", DIRTY)
-        bound.grads.zero_()
-        target.state.mark("grads", ZERO)
+        self._together(read, f"load {folder}")
+        target.loaded(bound, optimizer)
 
     def publish(self, deployment: str, slab: Slab | None, folder: Path | None) -> None:
         """See protocol.TrainEngine. slab None: another rank of this node packs it."""
@@ -258,13 +210,8 @@ class Trainer:
         if slab is not None:
             check_size(f"a version of {deployment!r}", slab, bound.weights.numel())
             self._home.arena.view(slab).copy_(bound.weights)
-
-        def write() -> None:
-            with files.replacing(folder) as work:
-                self._write_weights(target, bound, work)
-
         if folder is not None:
-            self._together(write if self._spec.rank == 0 else lambda: None, f"publish to {folder}")
+            self._write(target, bound, folder, optimizer=False)
 
     # --- residency ------------------------------------------------------------------------------------------------
 
@@ -275,6 +222,7 @@ class Trainer:
         self._slots.clear()
         self._home.device.unmap(self._home.region)
         self._on_device = False
+        heap.give_back_when_low()
         return total(moved)
 
     def load_device(self) -> Moved:
@@ -294,12 +242,12 @@ class Trainer:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _find(self, deployment: str) -> _Deployment:
+    def _find(self, deployment: str) -> Deployment:
         if deployment not in self._deployments:
             raise BadInput(f"no deployment {deployment!r} in this worker group", "Create it first")
         return self._deployments[deployment]
 
-    def _use(self, target: _Deployment) -> tuple[_Bound, int]:
+    def _use(self, target: Deployment) -> tuple[Bound, int]:
         """Have the deployment on the device and the model wired to it: its tensors, and the bytes moved for that."""
         if not self._on_device:
             raise PlexrlError("the worker group is not on its device", "Load it first")
@@ -315,55 +263,25 @@ class Trainer:
             moved += target.state.load().bytes_in
         key = (slot, target.shape)
         if key not in self._bounds:
-            bound = self._bounds[key] = _Bound(target.state.manifest, self._home.slot(slot), torch.float32)
+            bound = self._bounds[key] = Bound(target.state.manifest, self._home.slot(slot), torch.float32)
             self._adapters.ensure(*key, bound.views["weights"], bound.views["grads"])
         self._adapters.use(*key)
         return self._bounds[key], moved
 
-    def _micro_batch(self, loss: str, data: list[batch.Datum], train: bool) -> tuple[Tensor, Tensor]:
-        """Loss (a scalar with graph, if any gradient flows) and logprobs (positions, k) of right-padded rows."""
-        longest = max(len(d.tokens) for d in data)
-        tokens = torch.zeros(len(data), longest, dtype=torch.int64)
-        real = torch.zeros(len(data), longest, dtype=torch.bool)
-        for row, datum in enumerate(data):
-            tokens[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens)
-            real[row, : len(datum.tokens)] = True
-        targets = torch.from_numpy(np.concatenate([_wide(d.targets, data) for d in data]))
-        inputs = [
-            torch.from_numpy(np.concatenate([_wide(d.inputs[name], data) for d in data])) for name in batch.LOSSES[loss]
-        ]
-        need = (inputs[0] != 0).any(-1)
-        with torch.set_grad_enabled(train and bool(need.any())):
-            hidden = self._backbone(input_ids=tokens, use_cache=False).last_hidden_state[real]
-            logprobs = losses.token_logprobs(hidden, head(self._home.model), targets, need if train else None)
-            chosen, (first, *rest) = logprobs[need], [tensor[need] for tensor in inputs]
-            if loss == "cross_entropy":
-                value = losses.cross_entropy(chosen, first)
-            else:
-                value = losses.importance_sampling(chosen, rest[0], first)
-        width = [d.targets.shape[1] for d in data for _ in d.tokens]
-        if len(set(width)) > 1:
-            keep = torch.arange(targets.shape[1])[None] < torch.tensor(width)[:, None]
-            return value, logprobs.detach()[keep]
-        return value, logprobs
-
-    def _undo(self, target: _Deployment, bound: _Bound, before: Tensor | None) -> None:
+    def _undo(self, target: Deployment, bound: Bound, before: Tensor | None) -> None:
         """Gradients as they were before the call."""
         if before is None:
-            bound.grads.zero_()
-            target.state.mark("grads", ZERO)
+            target.clear_grads(bound)
         else:
             bound.grads.copy_(before)
             target.state.mark("grads", DIRTY)
 
-    def _write_weights(self, target: _Deployment, bound: _Bound, work: Path) -> None:
-        path = work / _weights_file(target.shape)
-        files.write_tensors(path, bound.views["weights"], {"format": "pt"})
-        if target.shape is None:
-            files.copy_files(self._spec.model_dir, work, _MODEL_FILES)
-        else:
-            config = peft_config(target.shape, self._home.arch, self._spec.model_dir)
-            (work / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    def _write(self, target: Deployment, bound: Bound, folder: Path, optimizer: bool) -> None:
+        def write() -> None:
+            with files.replacing(folder) as work:
+                target.write(self._home, bound, work, optimizer)
+
+        self._together(write if self._spec.rank == 0 else lambda: None, f"save to {folder}")
 
     def _together(self, action: Callable[[], None], what: str) -> None:
         """Do it on every rank; when it fails on one it fails on all."""
@@ -377,36 +295,3 @@ class Trainer:
             raise failure
         if failed:
             raise PlexrlError(f"another rank could not {what}")
-
-
-def _wide(array: np.ndarray, data: list[batch.Datum]) -> np.ndarray:
-    """Pad the second dimension to the widest of the micro-batch; padded cells weigh nothing."""
-    width = max(d.targets.shape[1] for d in data)
-    return np.pad(array, ((0, 0), (0, width - array.shape[1]))) if array.shape[1] < width else array
-
-
-def _in_order(work: batch.Batch, plans: list[list[list[int]]], parts: list[Tensor]) -> list[np.ndarray]:
-    """The ranks' flat logprobs, back per datum in request order."""
-    found: dict[int, np.ndarray] = {}
-    for plan, part in zip(plans, parts, strict=True):
-        flat, at = part.numpy(), 0
-        for index in (i for members in plan for i in members):
-            size = work.data[index].targets.size
-            found[index] = flat[at : at + size]
-            at += size
-    return [found[index] for index in range(len(work.data))]
-
-
-def _weights_file(shape: Shape | None) -> str:
-    return "model.safetensors" if shape is None else "adapter_model.safetensors"
-
-
-def _optimizer(bound: _Bound) -> dict[str, Tensor]:
-    """What a saved optimizer holds, by name."""
-    tensors = {f"{part}.{name}": t for part in ("moment1", "moment2") for name, t in bound.views[part].items()}
-    return tensors | {"step": bound.views["steps"]["step"], "rng": bound.views["rng"]["generator"]}
-
-
-def _clear(bound: _Bound, bucket: str) -> None:
-    for tensor in bound.views[bucket].values():
-        tensor.zero_()

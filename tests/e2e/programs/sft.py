@@ -1,7 +1,7 @@
 """Training on given data through the public tinker SDK. Prints {"losses", "logprobs", "checkpoint"} as JSON.
 
-With --folder a test sees and steers it: NAME.ready (the model exists), go (waited for before the first step), NAME.steps
-(steps done so far).
+With --folder a test sees and steers it: NAME.ready (the model exists), go (waited for before the first step),
+NAME.steps (steps done so far).
 """
 
 import argparse

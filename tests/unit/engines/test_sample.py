@@ -296,3 +296,15 @@ def test_weights_that_are_no_numbers_fail_their_call_only(node: Node, models: di
     assert all(np.isfinite(draws(s)).all() for i in range(3) for s in found[f"good{i}"].sequences)
     with pytest.raises(BadInput, match="not attached"):
         engine.add("x", "nobody", ask([5], max_tokens=1))
+
+
+def test_bfloat16(node: Node, models: dict[str, str]) -> None:
+    """Half precision decodes too; its logprobs agree with teacher forcing as far as its eight bits allow."""
+    model = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.bfloat16)
+    engine = sampler(node, models["tied"], dtype="bfloat16")
+    asked = prompts(3, seed=4)
+    for index, prompt in enumerate(asked):
+        engine.add(str(index), None, ask(prompt, 2, max_tokens=8 + index, top_k=5))
+    for index, response in drain(engine).items():
+        for sequence in response.sequences:
+            np.testing.assert_allclose(draws(sequence), forced(model, asked[int(index)], tokens(sequence)), atol=0.5)

@@ -1,0 +1,57 @@
+"""One micro-batch: forward pass, loss, log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from plexrl.engines.torch import batch, losses
+from plexrl.engines.torch.model import backbone, head
+
+
+def forward(model: PreTrainedModel, loss: str, data: list[batch.Datum], train: bool) -> tuple[Tensor, Tensor]:
+    """The loss (a scalar, with a graph if any gradient flows) and the logprobs of all targets, in data's order."""
+    longest = max(len(d.tokens) for d in data)
+    tokens = torch.zeros(len(data), longest, dtype=torch.int64)
+    real = torch.zeros(len(data), longest, dtype=torch.bool)
+    for row, datum in enumerate(data):
+        tokens[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens)
+        real[row, : len(datum.tokens)] = True
+    targets = torch.from_numpy(np.concatenate([_wide(d.targets, data) for d in data]))
+    inputs = [
+        torch.from_numpy(np.concatenate([_wide(d.inputs[name], data) for d in data])) for name in batch.LOSSES[loss]
+    ]
+    need = (inputs[0] != 0).any(-1)
+    with torch.set_grad_enabled(train and bool(need.any())):
+        hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state[real]
+        logprobs = losses.token_logprobs(hidden, head(model), targets, need if train else None)
+        chosen, (first, *rest) = logprobs[need], [tensor[need] for tensor in inputs]
+        if loss == "cross_entropy":
+            value = losses.cross_entropy(chosen, first)
+        else:
+            value = losses.importance_sampling(chosen, rest[0], first)
+    width = [d.targets.shape[1] for d in data for _ in d.tokens]
+    if len(set(width)) > 1:
+        keep = torch.arange(targets.shape[1])[None] < torch.tensor(width)[:, None]
+        return value, logprobs.detach()[keep]
+    return value, logprobs
+
+
+def _wide(array: np.ndarray, data: list[batch.Datum]) -> np.ndarray:
+    """Pad the second dimension to the widest of the micro-batch; padded cells weigh nothing."""
+    width = max(d.targets.shape[1] for d in data)
+    return np.pad(array, ((0, 0), (0, width - array.shape[1]))) if array.shape[1] < width else array
+
+
+def in_order(work: batch.Batch, plans: list[list[list[int]]], parts: list[Tensor]) -> list[np.ndarray]:
+    """The ranks' flat logprobs, back per datum in request order."""
+    found: dict[int, np.ndarray] = {}
+    for plan, part in zip(plans, parts, strict=True):
+        flat, at = part.numpy(), 0
+        for index in (i for members in plan for i in members):
+            size = work.data[index].targets.size
+            found[index] = flat[at : at + size]
+            at += size
+    return [found[index] for index in range(len(work.data))]

@@ -1,0 +1,110 @@
+"""The published versions that a sampler draws by, and which of them is on the device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plexrl.engines.torch.home import Home, Slots, check_size, manifest
+from plexrl.engines.torch.lora import Adapters, Shape
+from plexrl.memory.resident import ResidentState
+from plexrl.types import BadInput, Moved, Slab
+
+BASE = "weights"
+"""The sampler's bucket that holds the model: the base, or (kind full) a version in its place."""
+
+
+class _Version:
+    """shape: of an adapter; None for full parameters or the base. source: the weights' bytes in the arena."""
+
+    def __init__(self, source: Tensor, shape: Shape | None, state: ResidentState | None) -> None:
+        self.source = source
+        self.shape = shape
+        self.state = state
+
+
+class Versions:
+    """Versions by name; None is the base. Adapters share the device slots; full versions take turns in one bucket."""
+
+    def __init__(self, home: Home, state: ResidentState) -> None:
+        """state: the sampler's, whose bucket BASE holds the model."""
+        self._home = home
+        self._state = state
+        self._full = home.spec.kind == "full"
+        self._base = home.base()
+        self._known: dict[str, _Version] = {}
+        self._adapters = Adapters(home.model, home.arch)
+        self._slots = Slots(home.spec.lora_slots)
+        self._loaded: str | None = None  # kind full: whose weights are in the bucket
+
+    def attach(self, version: str, slab: Slab | None, shape: Shape | None) -> None:
+        """slab None: the base under another name. Raises BadInput for a slab or shape that is not this group's."""
+        if version in self._known:
+            return
+        if slab is None:
+            self._known[version] = _Version(self._base, None, None)
+            return
+        if (shape is None) != self._full:
+            raise BadInput(
+                f"version {version!r} is {'full parameters' if shape is None else 'an adapter'} in a group of kind "
+                f"{self._home.spec.kind!r}",
+                "Use a group of the other kind",
+            )
+        source = self._home.arena.view(slab, readonly=True)
+        if shape is None:
+            check_size(f"version {version!r}", slab, self._base.numel())
+            self._known[version] = _Version(source, None, None)
+            return
+        plan = manifest({"weights": self._home.adapter_specs(shape)})
+        check_size(f"version {version!r}", slab, plan.size)
+        state = ResidentState(plan, self._home.slot(0), None, {"weights": source})
+        self._known[version] = _Version(source, shape, state)
+
+    def detach(self, version: str, on_device: bool) -> None:
+        """Forget a version; what is left of it on the device is cleared."""
+        gone = self._known.pop(version, None)
+        if gone is None:
+            return
+        slot = self._slots.release(gone)
+        if slot is not None and on_device:
+            self._home.slot(slot).zero_()
+        if self._loaded == version:
+            self._state.repoint(BASE, self._base)
+            self._loaded = None
+            if on_device:
+                self._state.load()
+
+    def check(self, version: str | None) -> None:
+        """Raises BadInput for a version that is not attached."""
+        if version is not None and version not in self._known:
+            raise BadInput(f"version {version!r} is not attached", "Attach it first")
+
+    def joins(self, version: str | None) -> bool:
+        """Whether it can be drawn from beside what is drawn from now."""
+        return not self._full or version == self._loaded
+
+    def wire(self, version: str | None) -> None:
+        """Have the version's weights on the device and the model on them."""
+        known = None if version is None else self._known[version]
+        if self._full:
+            if version != self._loaded:
+                self._state.repoint(BASE, self._base if known is None else known.source)
+                self._state.load()
+                self._loaded = version
+            return
+        if known is None or known.shape is None:
+            self._adapters.use(None)
+            return
+        slot = self._slots.find(known)
+        if slot is None:
+            slot, evicted = self._slots.claim(known)
+            if evicted is not None:
+                evicted.state.offload()
+            place = self._home.slot(slot)
+            known.state.rebind(place)
+            known.state.load()
+            self._adapters.ensure(slot, known.shape, known.state.manifest.views(place)["weights"])
+        self._adapters.use(slot, known.shape)
+
+    def offload(self) -> list[Moved]:
+        """Adapters leave their slots; nothing is copied, they are unchanged."""
+        return [v.state.offload() for v in self._known.values() if self._slots.release(v) is not None]
