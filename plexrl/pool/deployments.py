@@ -119,12 +119,12 @@ class Deployments:
             for model in self._core.book.live_models(group.placed.spec.group):
                 self.start(model)
 
-    def _build_failed(self, gang_id: str, why: str) -> None:
+    def _build_failed(self, gang_id: str, why: PlexrlError) -> None:
         """Everybody who waited for the gang is told; the group is given up."""
         group, _ = self._groups.gang(gang_id)
         name = group.placed.spec.group
         for model in self._core.book.live_models(name):
-            self._core.fail(f"{model.id}:0", f"the worker group was not built: {why}", "server")
+            self._core.fail(f"{model.id}:0", f"the worker group was not built: {why}", category_of(why))
             self._core.spawn(self.end_model(model, f"its worker group was not built: {why}"))
         self._core.spawn(self._retire(name, f"not built: {why}"))
 

@@ -254,8 +254,12 @@ class Turns:
         except PlexrlError as error:
             log.error("%s was not built: %s", action.gang, error)
             await self._groups.kill(action.gang)
+            group, _ = self._groups.gang(action.gang)
+            for call_id in [call for calls in core.book.open_calls.values() for call in calls]:
+                if core.book.entries[call_id].accepted.call.group == group.placed.spec.group:
+                    core.fail(call_id, f"the worker group was not built: {error}", category_of(error))
             self.perform(core.scheduler.build_failed(core.now_us(), action.gang, evicted))
-            self.on_build_failed(action.gang, str(error))
+            self.on_build_failed(action.gang, error)
             return
         self.perform(core.scheduler.built(core.now_us(), action.gang, evicted))
         self.on_built(action.gang)
@@ -362,7 +366,7 @@ class Turns:
     # -- set by the head -----------------------------------------------------------------------------------------------
 
     on_built: Callable[[str], None] = staticmethod(lambda gang: None)
-    on_build_failed: Callable[[str, str], None] = staticmethod(lambda gang, why: None)
+    on_build_failed: Callable[[str, PlexrlError], None] = staticmethod(lambda gang, why: None)
     on_lost: Callable[[str, str], None] = staticmethod(lambda gang, why: None)
 
 

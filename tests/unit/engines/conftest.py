@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +187,3 @@ def logprobs(body: bytes) -> list[np.ndarray]:
 def loss(body: bytes) -> float:
     """Its loss:sum."""
     return pb.ForwardBackwardOutput.FromString(body).metrics["loss:sum"]
-
-
-Builder = Callable[..., object]
