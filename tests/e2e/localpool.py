@@ -30,7 +30,15 @@ class LocalPool(bench.localpool.LocalPool):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()
                 process.communicate()
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+            self.log.close()
         super().stop()
+
+    def returncode(self) -> int | None:
+        """Of `plexrl pool run`; None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
 
     def popen(self, program: str, *arguments: str, **env: str) -> subprocess.Popen[str]:
         """Start a program of tests/e2e/programs attached to the pool."""

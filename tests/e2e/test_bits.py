@@ -8,6 +8,7 @@ import pytest
 from plexrl.engines import noop, sizing
 from plexrl.types import CallKind, Role, records
 
+from .journals import checkpoint_files, model_of
 from .localpool import LocalPool, finish
 
 MIB = 1 << 20
@@ -42,18 +43,9 @@ def train_bytes(model: Path, kind: str) -> int:
     return sizing.sizes(str(model), "float32", Role.TRAIN, kind, 1, LORA_RANK, 0).device_bytes
 
 
-def checkpoint_files(pool: LocalPool, path: str) -> dict[str, bytes]:
-    """The tensors of a saved state, as files."""
-    model, kind, name = path.removeprefix("tinker://").split("/")
-    (folder,) = (pool.state / "checkpoints").glob(f"*/{model.replace(':', '+')}/{kind}/{name}")
-    found = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
-    assert len(found) == 2, found.keys()
-    return found
-
-
 def ran(pool: LocalPool, printed: dict) -> Ran:
     """The result of a program that has ended."""
-    model = printed["checkpoint"].removeprefix("tinker://").split("/")[0]
+    model = model_of(printed["checkpoint"])
     journal = pool.records()
     (group,) = (r.group for r in journal if isinstance(r, records.ModelCreated) and r.model == model)
     mine = [r.call.id for r in journal if isinstance(r, records.CallAccepted) and r.call.deployment == model]
