@@ -35,6 +35,11 @@ class LocalPool(bench.localpool.LocalPool):
             self.log.close()
         super().stop()
 
+    def pid(self) -> int:
+        """Of `plexrl pool run`."""
+        assert self._process is not None
+        return self._process.pid
+
     def returncode(self) -> int | None:
         """Of `plexrl pool run`; None while it runs."""
         assert self._process is not None
