@@ -1,4 +1,4 @@
-"""What one user leaves in a device or in the arena the next one does not find, after an orderly end and after a kill."""
+"""What one user leaves in a device or in the arena the next one does not find, after an end as after a kill."""
 
 import numpy as np
 import pytest

@@ -20,11 +20,17 @@ PATIENCE_S = 60
 class Wire:
     """A CURVE connection to the pool's head on a loop in a thread. `send` anything; messages come to `heard`."""
 
-    def __init__(self, pool: LocalPool, receive: Callable[[list[bytes]], None] | None = None):
+    def __init__(
+        self,
+        pool: LocalPool,
+        receive: Callable[[list[bytes]], None] | None = None,
+        connected: Callable[[Client], None] = lambda client: None,
+    ):
         live = pool.live()
         assert live is not None
         self.heard: list[list[bytes]] = []
         self._receive = receive or self.heard.append
+        self._connected = connected
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -37,6 +43,10 @@ class Wire:
     def send(self, frames: list[bytes]) -> None:
         """Send frames as they are."""
         self._do(lambda: self._client.send(frames))
+
+    def again(self, frames: list[bytes]) -> None:
+        """Send from within the loop."""
+        self._client.send(frames)
 
     def flood(self, frames: list[bytes], count: int) -> None:
         """Send the same frames many times."""
@@ -62,6 +72,7 @@ class Wire:
     def _changed(self, up: bool, why: str) -> None:
         if up:
             self._up.set()
+            self._connected(self._client)
         else:
             self.falls += 1
 
@@ -84,10 +95,11 @@ class WireJob(RawClient):
 
     def __init__(self, pool: LocalPool, job: int):
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[Answer]] = {}
+        self._waiting: dict[int, tuple[list[bytes], Future[Answer]]] = {}
         self.welcome: Future[messages.Welcome] = Future()
-        self.wire = Wire(pool, self._take)
-        self.wire.send(messages.encode(messages.Hello("test", "", job, 0)))
+        # As a proxy does: on every connection a hello, and what was not answered once more.
+        hello = messages.encode(messages.Hello("test", "", job, 0))
+        self.wire = Wire(pool, self._take, lambda client: client.send(hello))
         self.welcome.result(PATIENCE_S)
         self.open()
         self._over = threading.Event()
@@ -97,8 +109,9 @@ class WireJob(RawClient):
     def ask(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         """Send one request and wait for its reply."""
         number = next(self._numbers)
-        waiting = self._waiting[number] = Future()
-        self.wire.send(messages.encode(messages.Request(number, method, path, headers), body))
+        frames, waiting = messages.encode(messages.Request(number, method, path, headers), body), Future()
+        self._waiting[number] = frames, waiting
+        self.wire.send(frames)
         return waiting.result(PATIENCE_S)
 
     def fall_silent(self) -> None:
@@ -116,10 +129,15 @@ class WireJob(RawClient):
         message, body = messages.decode_from_head(frames)
         match message:
             case messages.Reply():
-                self._waiting.pop(message.id).set_result(Answer(message.status, body))
+                _, waiting = self._waiting.pop(message.id, (None, None))
+                if waiting is not None:
+                    waiting.set_result(Answer(message.status, body))
             case messages.Welcome():
-                self.welcome.set_result(message)
-            case messages.Refused():
+                if not self.welcome.done():
+                    self.welcome.set_result(message)
+                for request, _ in list(self._waiting.values()):
+                    self.wire.again(request)
+            case messages.Refused() if not self.welcome.done():
                 self.welcome.set_exception(AssertionError(message.why))
 
     def _beat(self) -> None:
