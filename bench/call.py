@@ -15,8 +15,8 @@ import msgspec
 import psutil
 
 from bench.callclient import MODEL, Settings, say
-from bench.localpool import LocalPool
-from plexrl.types import BadInput, PlexrlError, Unavailable
+from bench.localpool import LocalPool, end_in_order
+from plexrl.types import BadInput, PlexrlError
 
 MEMORY = ("tmpfs", "ramfs", "overlay", "devtmpfs")
 DIGITS = {"calls_per_s": 0, "fsyncs": 0, "head_cpu_ms_per_call": 4}
@@ -51,15 +51,12 @@ def measure(settings: dict[str, int], folder: Path) -> dict[str, list[float]]:
             status=str(pool.state / "run" / "status.json"),
             folder=str(folder),
         )
-        command = [sys.executable, "-m", "bench.callclient", msgspec.json.encode(asked).decode()]
-        out = pool.attach(command, stderr=None).communicate()[0]
-        if not out:
-            raise Unavailable(f"the client did not come to its end\n{pool.logs()}", "See its messages above")
-    return json.loads(out.splitlines()[-1])
+        return pool.measure("bench.callclient", msgspec.json.encode(asked).decode())
 
 
 def main() -> int:
     """The command."""
+    end_in_order()
     parser = argparse.ArgumentParser(prog="python -m bench.call", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="folder on a real disk, for the journal")

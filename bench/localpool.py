@@ -12,9 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
+
+from plexrl.types import PlexrlError
 
 _PLEXRL = [sys.executable, "-m", "plexrl.cli.main"]
 
@@ -39,7 +42,11 @@ class LocalPool:
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> "LocalPool":
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -84,6 +91,19 @@ class LocalPool:
             text=True,
             env={**os.environ, "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore", **env},
         )
+
+    def measure(self, module: str, settings: str) -> Any:
+        """Run a module of bench attached to the pool; the JSON of its last line. Its stderr is ours."""
+        process = self.attach([sys.executable, "-m", module, settings], stderr=None)
+        try:
+            out = process.communicate()[0]
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if process.returncode or not out:
+            raise PlexrlError(f"{module} ended with {process.returncode}\n{self.logs()}", "See its messages above")
+        return json.loads(out.splitlines()[-1])
 
     def live(self) -> dict | None:
         """The pool's live file."""
@@ -138,3 +158,8 @@ def finish(process: subprocess.Popen[str], timeout: float = 100) -> dict:
         raise AssertionError(f"the program did not end within {timeout} s\n{out}\n{err}") from None
     assert process.returncode == 0, f"the program ended with {process.returncode}\n{out}\n{err}"
     return json.loads(out.strip().splitlines()[-1])
+
+
+def end_in_order() -> None:
+    """Have SIGTERM unwind this process, so that what it started ends with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

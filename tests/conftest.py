@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A machine may be busy: no test is judged by its time.
+settings.register_profile("plexrl", deadline=None)
+settings.load_profile("plexrl")
 
 ROOT = Path(__file__).parent.parent
 QUICK_FIRST = ("unit", "property", "wire", "gateway", "engines", "pool", "attach", "slurm", "security", "e2e", "gpu")

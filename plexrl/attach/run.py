@@ -69,17 +69,24 @@ def _job(private: bool) -> tuple[int, int]:
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    try:
-        child = subprocess.Popen(command, env=environment)
-    except OSError as error:
-        raise BadInput(f"cannot run {command[0]!r} ({error.strerror})", "Name an executable") from error
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
 
+    # Before the child begins: it may call for a signal at once.
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
+        child = subprocess.Popen(command, env=environment)
+        for number in early:
+            child.send_signal(number)
         code = child.wait()
+    except OSError as error:
+        raise BadInput(f"cannot run {command[0]!r} ({error.strerror})", "Name an executable") from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -16,13 +16,15 @@ from rich.text import Text
 
 from plexrl.accounting.ledger import read
 from plexrl.accounting.overlap import stall_overlap, switch_totals
+from plexrl.slurm.adapter import JobInfo
 from plexrl.slurm.devcluster import DEFAULT_DIR, Cluster
-from plexrl.types import PlexrlError, Role, SpanClass, records
+from plexrl.types import PlexrlError, Role, SpanClass, Unavailable, records
 
 app = typer.Typer(add_completion=False)
 
 POOL = "demo"
 MODEL = "smollm2-135m"
+_PATIENCE_S = 120.0
 ENDED = frozenset("COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE".split())
 # user, program, its options beside --steps: the first is busy all the time, the second waits for a tool in each step.
 JOBS = (("alice", "grpo_lora", ()), ("bob", "grpo_full", ("--tool-seconds",)))
@@ -68,6 +70,7 @@ class Demo:
             self._say(f"starting a development cluster in {cluster.directory}")
             after.callback(self._down)
             cluster.up(2, 1, models={MODEL: model.resolve()})
+            self._clear()
             self._declare()
             self._say(f"starting pool {POOL!r} on 2 nodes with 1 GPU each, under the account plexrl")
             self._plexrl("pool", "start", POOL, "--nodes", "2", "--gpus-per-node", "1")
@@ -84,6 +87,16 @@ class Demo:
         return found
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """End jobs that a demo left which was itself killed; Slurm takes them up again with the cluster."""
+        slurm = self._cluster.slurm()
+        deadline = time.monotonic() + 60
+        while left := slurm.active():
+            if time.monotonic() > deadline:
+                raise PlexrlError(f"jobs {left} of an earlier demo do not end", "plexrl devcluster down --purge")
+            slurm.cancel(*left)
+            time.sleep(1)
 
     def _declare(self) -> None:
         shared = self._placement == "pack"
@@ -123,14 +136,20 @@ class Demo:
         """Show who is on which GPU and how the rewards go, until both jobs have ended."""
         slurm = self._cluster.slurm()
         shown: dict[str, int] = {}
-        began = time.monotonic()
+        began = heard = time.monotonic()
+        jobs: dict[int, JobInfo] = {}
         with Live(console=self.console, refresh_per_second=2, transient=True) as live:
             while True:
-                jobs = slurm.jobs(self._jobs)
+                try:
+                    jobs, heard = slurm.jobs(self._jobs), time.monotonic()
+                except Unavailable:
+                    # Two cores do all the work of this cluster; slurmctld may have to wait for its turn.
+                    if time.monotonic() - heard > _PATIENCE_S:
+                        raise
                 live.update(self._picture(jobs, time.monotonic() - began))
                 if not self.console.is_terminal:
                     self._lines(shown)
-                ended = {i: jobs[i].state if i in jobs else "COMPLETED" for i in self._jobs}
+                ended = {i: jobs[i].state if i in jobs else "UNKNOWN" for i in self._jobs}
                 for number, state in ended.items():
                     if state in ENDED and state != "COMPLETED":
                         raise PlexrlError(f"job {number} of {self._jobs[number]} is {state}", self._output(number))

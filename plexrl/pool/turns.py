@@ -18,7 +18,7 @@ from plexrl.pool.groups import Groups
 from plexrl.pool.layout import meta_of
 from plexrl.scheduler import Action, Build, Closed, Dropped, Pause, Run, Switch, Turn
 from plexrl.scheduler.turn import Phase
-from plexrl.types import Call, CallKind, DoesNotFit, Moved, PlexrlError, Unavailable, records
+from plexrl.types import Call, CallKind, Moved, PlexrlError, Unavailable, records
 
 log = logging.getLogger("plexrl.head")
 _SWITCH_S = 300.0
@@ -371,7 +371,7 @@ class Turns:
 
 
 def _note(folder: Path, meta: bytes) -> None:
-    """Say beside a checkpoint, before it is written, what it is of. Raises DoesNotFit, PlexrlError; nothing is lost."""
+    """Say beside a checkpoint, before it is written, what it is of. Raises PlexrlError; nothing is lost."""
     path = meta_of(folder)
     try:
         if path.is_file() and path.read_bytes() == meta:
@@ -385,7 +385,7 @@ def _note(folder: Path, meta: bytes) -> None:
         fresh.rename(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DoesNotFit(
+            raise PlexrlError(
                 f"the disk of the pool's checkpoints is full ({error.strerror}): nothing was saved to {folder.name!r}",
                 "Ask the admin to free space, then save again",
             ) from error

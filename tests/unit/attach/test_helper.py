@@ -133,7 +133,7 @@ def test_a_failure_prints_nothing_but_the_reason_and_exits_78(more, env, reason)
 
 def test_no_head_is_said_at_the_helpers_deadline():
     async def scenario(pool):
-        code, out, err, lifeline = await helper(pool, "--deadline", "2")
+        code, out, err, lifeline = await helper(pool, "--deadline", "10")
         os.close(lifeline)
         assert (code, out) == (78, "") and "no head of pool 'lab': it is down" in err
 
