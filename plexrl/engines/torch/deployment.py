@@ -13,7 +13,8 @@ from plexrl.engines.torch import adam, files
 from plexrl.engines.torch.home import Home
 from plexrl.engines.torch.lora import Shape, peft_config
 from plexrl.memory.manifest import Manifest
-from plexrl.memory.resident import DIRTY, ZERO, ResidentState
+from plexrl.memory.resident import CLEAN, DIRTY, ZERO, ResidentState
+from plexrl.types import Residency
 
 _MODEL_FILES = (
     "config.json",
@@ -50,9 +51,15 @@ class Bound:
 class Deployment:
     """One model's training state and where it is. shape None: full parameters."""
 
-    def __init__(self, shape: Shape | None, state: ResidentState) -> None:
+    def __init__(self, shape: Shape | None, state: ResidentState, memory: Tensor) -> None:
+        """memory: the bytes of its slab."""
         self.shape = shape
         self.state = state
+        self._memory = memory
+
+    def at_home(self, dtype: torch.dtype) -> Bound:
+        """The tensors in the host slab. They are the state only while it is on the host."""
+        return Bound(self.state.host, self._memory, dtype)
 
     def stored(self, bound: Bound, folder: Path, optimizer: bool) -> Iterator[tuple[Path, dict[str, Tensor]]]:
         """The files of a saved state, and the tensors that they are of."""
@@ -74,18 +81,19 @@ class Deployment:
             (work / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
     def clear_grads(self, bound: Bound) -> None:
-        """Gradients to zero, on the device."""
+        """Gradients to zero, where the state is."""
         bound.grads.zero_()
         self.state.mark("grads", ZERO)
 
     def loaded(self, bound: Bound, optimizer: bool) -> None:
-        """Weights (and optimizer) were written on the device: the rest starts at zero."""
-        self.state.mark("weights", DIRTY)
+        """Weights (and optimizer) were written where the state is: the rest starts at zero."""
+        written = DIRTY if self.state.residency is Residency.DEVICE else CLEAN
+        self.state.mark("weights", written)
         for name in ("moment1", "moment2", "steps"):
             if not optimizer:
                 for tensor in bound.views[name].values():
                     tensor.zero_()
-            self.state.mark(name, DIRTY if optimizer else ZERO)
+            self.state.mark(name, written if optimizer else ZERO)
         if optimizer:
-            self.state.mark("rng", DIRTY)
+            self.state.mark("rng", written)
         self.clear_grads(bound)

@@ -94,7 +94,7 @@ class Trainer:
         host["rng"]["generator"].copy_(generator.get_state())
         state.mark("weights", CLEAN)
         state.mark("rng", CLEAN)
-        self._deployments[deployment] = Deployment(shape, state)
+        self._deployments[deployment] = Deployment(shape, state, memory)
         if shape is None and self._on_device:
             state.load()
 
@@ -188,7 +188,11 @@ class Trainer:
     def load(self, deployment: str, folder: Path, optimizer: bool) -> None:
         """See protocol.TrainEngine. Raises UserError, nothing changed, for a state of another shape."""
         target = self._find(deployment)
-        bound, _ = self._use(target)
+        if target.state.residency is Residency.HOST:
+            # A deployment is made from a saved state whoever has the device just then.
+            bound = target.at_home(self._home.dtype if target.shape is None else torch.float32)
+        else:
+            bound, _ = self._use(target)
         stored = dict(target.stored(bound, folder, optimizer))
 
         def check() -> None:

@@ -445,3 +445,24 @@ def test_a_gang_of_two(models: dict[str, str], rank: int | None, tmp_path: Path)
         for got, want in zip(logprobs(found[0][0][2 * step]), logprobs(result.body), strict=True):
             np.testing.assert_allclose(got, want, atol=2e-2)
         alone.optim_step("d", OPTIM)
+
+
+@KINDS
+@pytest.mark.parametrize("optimizer", [True, False], ids=["with-optimizer", "weights-only"])
+def test_a_saved_state_is_loaded_while_others_have_the_device(
+    models: dict[str, str], tmp_path: Path, rank: int | None, optimizer: bool
+) -> None:
+    first = trainer(Node(), models["tied"], rank)
+    for _ in range(2):
+        run(first.forward_backward("d", request("cross_entropy", sft(1)), False))
+        first.optim_step("d", OPTIM)
+    first.save("d", tmp_path / "kept", True)
+    here, away = (trainer(Node(), models["tied"], rank) for _ in range(2))
+    here.load("d", tmp_path / "kept", optimizer)
+    away.offload()
+    away.load("d", tmp_path / "kept", optimizer)
+    away.load_device()
+    for engine in (here, away):
+        run(engine.forward_backward("d", request("cross_entropy", sft(2)), False))
+        engine.optim_step("d", OPTIM)
+    assert same(state(here), state(away))

@@ -1,0 +1,107 @@
+"""What the leader of a gang holds, runs, gives up: with the engine that computes nothing."""
+
+from tinker.proto import tinker_public_pb2 as pb
+
+from plexrl.engines import noop
+from plexrl.engines.protocol import EngineSpec
+from plexrl.pool.lockstep import Lockstep
+from plexrl.pool.messages import Outcome, Work
+from plexrl.pool.samplehost import SampleHost
+from plexrl.pool.trainhost import TrainHost, TrainRank
+from plexrl.types import CallKind, Role
+
+
+def trainer() -> TrainHost:
+    engine = noop.build(EngineSpec(engine="noop", role=Role.TRAIN, kind="lora", model_dir=""))
+    return TrainHost(TrainRank(engine, 0, "n", True), Lockstep(0, 1, "", ""))
+
+
+def work(number: int, kind: CallKind = CallKind.FORWARD_BACKWARD, deployment: str = "d") -> Work:
+    body = pb.ForwardBackwardRequest().SerializeToString() if kind is CallKind.FORWARD_BACKWARD else b"{}"
+    return Work(id=f"c{number}", kind=kind, deployment=deployment, seq=number, args={"version": ""}, body=body)
+
+
+def next_end(host: TrainHost) -> Outcome:
+    """Step until a call ends."""
+    while True:
+        for outcome in host.step():
+            return outcome
+
+
+def test_a_call_runs_to_its_end_and_is_kept_until_acknowledged():
+    host = trainer()
+    assert not host.busy
+    assert host.run((work(1), work(2, CallKind.OPTIM_STEP))) == []
+    assert host.held() == ("c1", "c2") and host.busy
+    assert host.step() == []
+    first, second = next_end(host), next_end(host)
+    assert (first.id, first.ok, second.id, second.ok) == ("c1", True, "c2", True)
+    assert not host.busy and list(host.outcomes) == ["c1", "c2"]
+    # A new head that had not heard asks again; nothing is applied twice.
+    assert host.run((work(1), work(2))) == [first, second]
+    assert not host.held()
+
+
+def test_a_pause_in_the_middle_of_a_call_and_on():
+    host = trainer()
+    host.run((work(1), work(2)))
+    host.step()
+    assert host.pause() == ("c1", "c2")
+    assert not host.busy
+    host.run((work(1),))
+    assert host.held() == ("c1", "c2")
+    assert next_end(host).id == "c1"
+
+
+def test_a_cancelled_call_ends_begun_or_not():
+    host = trainer()
+    host.run((work(1), work(2)))
+    host.step()
+    for call in ("c2", "c1"):
+        (outcome,) = host.cancel(call)
+        assert (outcome.id, outcome.ok) == (call, False)
+    assert not host.held() and not host.busy
+    assert host.cancel("c1") == []
+    host.run((work(3),))
+    assert next_end(host).ok
+
+
+def test_dropping_a_deployment_gives_up_its_call_that_is_half_done():
+    host = trainer()
+    for name in ("d", "e"):
+        slab = {"name": "s", "offset": 0, "size": 64, "owner": 1}
+        args = {"deployment": name, "slabs": [slab], "lora_rank": 8, "seed": 1, "attn": True, "mlp": True}
+        host.order("create", args | {"unembed": True, "folder": "", "optimizer": False})
+    host.run((work(1), work(2), work(3, deployment="e")))
+    host.step()
+    host.order("drop", {"deployment": "d"})
+    assert host.held() == ("c3",)
+    assert not host.outcomes["c1"].ok
+    assert next_end(host).id == "c3"
+    assert host.deployments == {"e"}
+
+
+def test_bad_input_ends_the_call_alone():
+    host = trainer()
+    bad = Work(id="c1", kind=CallKind.FORWARD, deployment="d", seq=1, args={}, body=b"\xff\xff")
+    host.run((bad, work(2, CallKind.OPTIM_STEP)))
+    outcome = next_end(host)
+    assert (outcome.id, outcome.ok, outcome.category) == ("c1", False, "user")
+
+
+def sample(number: int) -> Work:
+    args = {"version": ""}
+    return Work(id=f"c{number}", kind=CallKind.SAMPLE, deployment="base:b", seq=None, args=args, body=b"{}")
+
+
+def test_samples_join_leave_and_are_given_again():
+    host = SampleHost(noop.NoopSampler(), "n")
+    host.run((sample(1), sample(2), sample(3)))
+    host.cancel("c2")
+    assert host.pause() == ("c1", "c3") and not host.busy
+    host.run((sample(4),))
+    ended = host.step()
+    assert sorted(outcome.id for outcome in ended) == ["c1", "c3", "c4"]
+    assert all(outcome.ok for outcome in ended)
+    assert [outcome.id for outcome in host.run((sample(1),))] == ["c1"]
+    assert not host.busy
