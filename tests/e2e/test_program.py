@@ -2,7 +2,7 @@
 
 import pytest
 
-# Sampled and teacher-forced logprobs differ by the order of float32 sums: batch shapes and the KV cache (docs/users.md).
+# Sampled and teacher-forced logprobs differ by the order of float32 sums: batch shapes, KV cache (docs/users.md).
 LOGPROB_BOUND = 1e-3
 
 
