@@ -6,6 +6,8 @@ the old one knew. It decides nothing and does no I/O.
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from plexrl.types import CallKind
 from plexrl.types import records as r
 
@@ -68,9 +70,8 @@ class Version:
     in_memory: bool = True
 
 
-@dataclass
-class Entry:
-    """A future: a creation (accepted None) or a call."""
+class Entry(Struct, gc=False):
+    """A future: a creation (accepted None) or a call. There are many, and no cycles: the collector leaves them out."""
 
     id: str
     job: str

@@ -17,7 +17,7 @@ class CallKind(StrEnum):
     PUBLISH = "publish"
 
 
-class Call(Struct, frozen=True, kw_only=True):
+class Call(Struct, frozen=True, kw_only=True, gc=False):
     """What the scheduler knows of a call. It never sees a tensor.
 
     id: the request id, `<model id>:<seq>` or `<sampling session>:<seq>`.

@@ -13,8 +13,8 @@ from plexrl.types.spans import Span
 from plexrl.types.words import Epoch
 
 
-class Record(Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all records."""
+class Record(Struct, frozen=True, tag=True, kw_only=True, gc=False):
+    """Base of all records. They hold no cycles, and a head holds many: the collector need not look at them."""
 
     now_us: int
 

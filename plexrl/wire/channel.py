@@ -95,9 +95,10 @@ class Server:
         # Only a Frame (not a copy) carries the metadata that the door attached to the connection, and of a message only
         # the client's own parts have it for certain: the identity in front may have been fetched before.
         first = self._socket.recv(zmq.NOBLOCK, copy=False)
-        frames = [first.bytes]
-        while self._socket.rcvmore:
+        frames, more = [first.bytes], first.more
+        while more:
             frames.append(self._socket.recv(zmq.NOBLOCK))
+            more = self._socket.get(zmq.RCVMORE)
         return identity, first.get("User-Id"), frames
 
     def send(self, identity: bytes, frames: Sequence[bytes]) -> bool:
