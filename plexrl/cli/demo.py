@@ -26,8 +26,22 @@ POOL = "demo"
 MODEL = "smollm2-135m"
 _PATIENCE_S = 120.0
 ENDED = frozenset("COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE".split())
-# user, program, its options beside --steps: the first is busy all the time, the second waits for a tool in each step.
-JOBS = (("alice", "grpo_lora", ()), ("bob", "grpo_full", ("--tool-seconds",)))
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A logical job of the demo. steps: by default. options: of the program."""
+
+    user: str
+    program: str
+    steps: int
+    options: tuple[str, ...]
+
+
+# The first computes all the time, in small steps; the second waits for a tool in each of its large ones.
+JOBS = (
+    Submission("alice", "grpo_lora", 40, ("--lr", "1e-4")),
+    Submission("bob", "grpo_full", 20, ("--tool-seconds", "8")),
+)
 
 CONFIG = """\
 # Written by `plexrl demo`. Two nodes with one pretend GPU each; {what}.
@@ -53,14 +67,13 @@ munge_socket: {munge}
 class Demo:
     """One run: the cluster, the pool, the jobs, and what is printed of them."""
 
-    def __init__(self, cluster: Cluster, placement: str, out: Path, steps: int, tool_seconds: float):
+    def __init__(self, cluster: Cluster, placement: str, out: Path, steps: int | None):
         self._cluster = cluster
         self._placement = placement
         self._out = out
-        self._steps = steps
-        self._tool_seconds = tool_seconds
+        self._jobs_of = tuple(msgspec.structs.replace(job, steps=steps or job.steps) for job in JOBS)
         self._state = cluster.pools / POOL
-        self._jobs: dict[int, str] = {}
+        self._jobs: dict[int, Submission] = {}
         self.console = Console()
 
     def run(self, model: Path) -> dict[str, object]:
@@ -75,10 +88,10 @@ class Demo:
             self._say(f"starting pool {POOL!r} on 2 nodes with 1 GPU each, under the account plexrl")
             self._plexrl("pool", "start", POOL, "--nodes", "2", "--gpus-per-node", "1")
             pool_job = self._live()["slurm_job"]
-            for user, program, options in JOBS:
-                job = self._submit(user, program, options)
-                self._jobs[job] = user
-                self._say(f"{user}: sbatch --plexrl-pool={POOL} {program}.sbatch -> job {job}")
+            for job in self._jobs_of:
+                number = self._submit(job)
+                self._jobs[number] = job
+                self._say(f"{job.user}: sbatch --plexrl-pool={POOL} {job.program}.sbatch -> job {number}")
             self._watch()
             self._say("stopping the pool")
             self._plexrl("pool", "stop", POOL)
@@ -116,18 +129,15 @@ class Demo:
         # A demo begins with an empty ledger; the last one's figures are in its own summary.
         self._plexrl("pool", "declare", POOL, "--config", str(config), "--fresh")
 
-    def _submit(self, user: str, program: str, options: tuple[str, ...]) -> int:
+    def _submit(self, job: Submission) -> int:
         cluster = self._cluster
-        home = Path(cluster.as_user(user)["cwd"])
-        steps = home / f"{program}.jsonl"
+        steps = self._steps_file(job)
         steps.unlink(missing_ok=True)
         templates = cluster.opt / "venv" / "share" / "plexrl" / "sbatch_templates"
-        arguments = ["--steps", str(self._steps), "--out", str(steps)]
-        for option in options:
-            arguments += [option, str(self._tool_seconds)]
+        arguments = ["--steps", str(job.steps), "--out", str(steps), *job.options]
         done = cluster.run(
-            user,
-            ["sbatch", "--parsable", f"--plexrl-pool={POOL}", str(templates / f"{program}.sbatch"), *arguments],
+            job.user,
+            ["sbatch", "--parsable", f"--plexrl-pool={POOL}", str(templates / f"{job.program}.sbatch"), *arguments],
             env={"PYTHON": str(cluster.opt / "venv" / "bin" / "python"), "PROGRAMS": str(templates)},
         )
         return int(done.stdout.strip().partition(";")[0])
@@ -152,7 +162,7 @@ class Demo:
                 ended = {i: jobs[i].state if i in jobs else "UNKNOWN" for i in self._jobs}
                 for number, state in ended.items():
                     if state in ENDED and state != "COMPLETED":
-                        raise PlexrlError(f"job {number} of {self._jobs[number]} is {state}", self._output(number))
+                        raise PlexrlError(f"job {number} of {self._jobs[number].user} is {state}", self._output(number))
                 if all(state in ENDED for state in ended.values()):
                     return
                 time.sleep(1.0)
@@ -162,30 +172,33 @@ class Demo:
         for gpu, what in (self._status().get("gpus") or {}).items():
             gpus.add_row(gpu, what["turn"] or "-", what["phase"])
         rewards = Table("job", "user", "Slurm", "steps", "reward of the last five", "")
-        for number, (user, program, _) in zip(self._jobs, JOBS, strict=True):
-            steps = self._read_steps(user, program)
+        for number, job in self._jobs.items():
+            steps = self._read_steps(job)
             mean = _mean([s["reward"] for s in steps[-5:]])
             state = jobs[number].state if number in jobs else "ended"
             bar = Text("#" * int(30 * mean), style="green")
-            rewards.add_row(str(number), user, state, f"{len(steps)}/{self._steps}", f"{mean:.2f}", bar)
+            rewards.add_row(str(number), job.user, state, f"{len(steps)}/{job.steps}", f"{mean:.2f}", bar)
         return Group(gpus, rewards)
 
     def _lines(self, shown: dict[str, int]) -> None:
         """Without a terminal: one line per step."""
-        for user, program, _ in JOBS:
-            steps = self._read_steps(user, program)
-            for step in steps[shown.get(user, 0) :]:
+        for number, job in self._jobs.items():
+            steps = self._read_steps(job)
+            for step in steps[shown.get(number, 0) :]:
                 turns = {gpu: what["turn"] or "-" for gpu, what in (self._status().get("gpus") or {}).items()}
                 print(
-                    f"{user:6s} step {step['step']:2d}  reward {step['reward']:.2f}  {step['seconds']:5.1f} s  {turns}",
+                    f"{job.user:6s} step {step['step']:2d}  reward {step['reward']:.2f}  {step['seconds']:5.1f} s  {turns}",
                     flush=True,
                 )
-            shown[user] = len(steps)
+            shown[number] = len(steps)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read_steps(self, user: str, program: str) -> list[dict]:
-        path = Path(self._cluster.as_user(user)["cwd"]) / f"{program}.jsonl"
+    def _steps_file(self, job: Submission) -> Path:
+        return Path(self._cluster.as_user(job.user)["cwd"]) / f"{job.program}.jsonl"
+
+    def _read_steps(self, job: Submission) -> list[dict]:
+        path = self._steps_file(job)
         if not path.exists():
             return []
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -200,8 +213,7 @@ class Demo:
         return json.loads((self._cluster.registry / f"{POOL}.live.json").read_text())
 
     def _output(self, number: int) -> str:
-        user = self._jobs[number]
-        home = Path(self._cluster.as_user(user)["cwd"])
+        home = Path(self._cluster.as_user(self._jobs[number].user)["cwd"])
         ends = [path.read_text()[-2000:] for path in home.glob(f"*-{number}.out")]
         return "Its output ends with:\n" + "\n".join(ends)
 
@@ -213,20 +225,20 @@ class Demo:
             for record in kept
             if isinstance(record, records.JobAttached) and record.slurm_job in self._jobs
         }
-        for number, (user, program, _) in zip(self._jobs, JOBS, strict=True):
-            rewards = [step["reward"] for step in self._read_steps(user, program)]
+        for number, job in self._jobs.items():
+            rewards = [step["reward"] for step in self._read_steps(job)]
             jobs.append(
                 {
                     "slurm_id": number,
-                    "user": user,
-                    "program": program,
+                    "user": job.user,
+                    "program": job.program,
                     "steps": len(rewards),
                     "reward_first5": _mean(rewards[:5]),
                     "reward_last5": _mean(rewards[-5:]),
                     "rewards": rewards,
                 }
             )
-        stalls = [(s["tool_start"], s["tool_end"]) for s in self._read_steps(*JOBS[1][:2])]
+        stalls = [(s["tool_start"], s["tool_end"]) for s in self._read_steps(self._jobs_of[1])]
         first, second = (names[number] for number in self._jobs)
         switches, moved = switch_totals(kept)
         self._out.mkdir(parents=True, exist_ok=True)
@@ -352,8 +364,7 @@ def demo(
     placement: str = typer.Option("pack", help="pack: both jobs share both GPUs; isolated: each has its own."),
     out: Path = typer.Option(Path("demo-out"), metavar="DIR", help="Where summary.json and the page go."),
     directory: Path = typer.Option(DEFAULT_DIR, "--dir", metavar="DIR", help="Where the development cluster lives."),
-    steps: int = typer.Option(25, min=10, help="Steps of each job."),
-    tool_seconds: float = typer.Option(6.0, help="How long the second job's tool takes in each step."),
+    steps: int | None = typer.Option(None, min=10, help="Steps of each job; default: 40 and 20."),
 ) -> None:
     """Two RL jobs of two users learn on one pool of two pretend GPUs, on a real Slurm of this machine.
 
@@ -363,7 +374,7 @@ def demo(
     if placement not in ("pack", "isolated"):
         raise typer.BadParameter(f"{placement!r} is neither pack nor isolated", param_hint="--placement")
     os.umask(0o022)
-    found = Demo(Cluster(directory), placement, out, steps, tool_seconds).run(model)
+    found = Demo(Cluster(directory), placement, out, steps).run(model)
     missing = shortfalls(found, placement == "pack")
     for what in missing:
         print(f"plexrl demo: {what}")
