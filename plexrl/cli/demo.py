@@ -186,10 +186,8 @@ class Demo:
             steps = self._read_steps(job)
             for step in steps[shown.get(number, 0) :]:
                 turns = {gpu: what["turn"] or "-" for gpu, what in (self._status().get("gpus") or {}).items()}
-                print(
-                    f"{job.user:6s} step {step['step']:2d}  reward {step['reward']:.2f}  {step['seconds']:5.1f} s  {turns}",
-                    flush=True,
-                )
+                told = f"step {step['step']:2d}  reward {step['reward']:.2f}  {step['seconds']:5.1f} s"
+                print(f"{job.user:6s} {told}  {turns}", flush=True)
             shown[number] = len(steps)
 
     # -- reading -------------------------------------------------------------------------------------------------------
