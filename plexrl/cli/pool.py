@@ -1,11 +1,13 @@
 """`plexrl pool`: declare, start, watch, drain and stop pools; and the processes that a pool consists of."""
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -206,6 +208,19 @@ def _log_to_stderr() -> None:
     )
 
 
+def _patiently(write: Callable[[], object]) -> None:
+    """A full disk is waited for: the pool's engine hosts keep what they have meanwhile."""
+    while True:
+        try:
+            write()
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            logging.getLogger("plexrl.head").critical("%s; trying again", error)
+            time.sleep(5.0)
+
+
 @app.command(hidden=True)
 def head(
     name: str = _NAME,
@@ -237,7 +252,7 @@ def head(
     layout = Layout(config.state_dir)
     layout.make()
     publisher = Publisher(layout, reports_of(registry, name), config.device.bytes)
-    publisher.repair()
+    _patiently(publisher.repair)
     ledger = Ledger(layout.ledger)
     life = _lifecycle(books)
 

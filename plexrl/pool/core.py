@@ -28,6 +28,7 @@ class Core:
         self.journal: Journal
         self.scheduler: Scheduler
         self.links: Links
+        self.on_failure: Callable[[OSError], None]
         self._ledger = ledger
         self._wall_us = time.time_ns() // 1000
         self._monotonic_ns = time.monotonic_ns()
@@ -42,8 +43,13 @@ class Core:
     def commit(self, record: records.Record, durable: bool = True) -> asyncio.Future | None:
         """Take the record into the book, the journal and the ledger. The future ends when it is on disk."""
         self.book.apply(record)
-        self._ledger(records.strip(record))
-        return self.journal.append(record, durable)
+        written = self.journal.append(record, durable)
+        try:
+            self._ledger(records.strip(record))
+        except OSError as error:
+            # The next head completes the ledger from the journal.
+            self.on_failure(error)
+        return written
 
     def keep(self, id: str, record: records.Record) -> asyncio.Future:
         """Commit a record of the future `id`; until it is on disk nobody is told (`wait`, `settled`)."""

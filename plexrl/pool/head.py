@@ -150,6 +150,7 @@ class Head:
         start = max(int(time.time()), previous[-1].start + 1 if previous else 0)
         epoch = Epoch(start, self._allocation.slurm_job, restart)
         instance = core.book.started.instance if adopt else f"{epoch.start:x}{os.urandom(4).hex()}"
+        core.on_failure = self._disk_failed
         core.journal = await self._new_journal(epoch)
         server, inner, client = (self._keys(name, adopt) for name in ("door.json", "inner.json", "keys.json"))
         core.links = Links(
@@ -180,7 +181,7 @@ class Head:
         """A full disk is waited for: engine hosts keep what they have meanwhile."""
         while True:
             try:
-                return Journal(self._layout.journal, epoch, asyncio.get_running_loop(), self._journal_failed)
+                return Journal(self._layout.journal, epoch, asyncio.get_running_loop(), self._disk_failed)
             except OSError as error:
                 if self._stop.is_set():
                     raise
@@ -463,7 +464,7 @@ class Head:
             if turn % _PUBLISH_S == 0:
                 await asyncio.to_thread(self._publish, self._core.now_us())
 
-    def _journal_failed(self, error: OSError) -> None:
+    def _disk_failed(self, error: OSError) -> None:
         log.critical("the journal cannot be written (%s): the head ends; what was acknowledged is on disk", error)
         self._fail(str(error))
 

@@ -6,23 +6,15 @@ from pathlib import Path
 import pytest
 
 from plexrl.engines import noop, sizing
-from plexrl.types import CallKind, Role, records
+from plexrl.types import CallKind, records
 
 from .journals import checkpoint_files, model_of
 from .localpool import LocalPool, finish
+from .small import LORA_RANK, RESTLESS, device_for_one
 
 MIB = 1 << 20
 STEPS = 8
 SWITCHES = 5
-LORA_RANK = 8
-# Turns as short as they get: a switch whenever another job waits, with gradients live, and in the middle of calls.
-RESTLESS = {
-    "anticipation": "1ms",
-    "gradient_anticipation": "1ms",
-    "quantum": "10ms",
-    "min_turn_factor": 1.0,
-    "paranoid": True,
-}
 FULL_SFT = ("--rank", "0", "--seed", "1", "--lr", "1e-3")
 LORA_SFT = ("--rank", str(LORA_RANK), "--seed", "2")
 LORA_RL = ("--rank", str(LORA_RANK), "--seed", "3", "--loss", "importance_sampling")
@@ -36,11 +28,6 @@ class Ran:
     logprobs: list
     files: dict[str, bytes]
     switches: int
-
-
-def train_bytes(model: Path, kind: str) -> int:
-    """Device bytes of a trainer in these tests."""
-    return sizing.sizes(str(model), "float32", Role.TRAIN, kind, 1, LORA_RANK, 0).device_bytes
 
 
 def ran(pool: LocalPool, printed: dict) -> Ran:
@@ -90,10 +77,8 @@ def same_bits(pool: LocalPool, folder: Path, *jobs: tuple[str, ...]) -> list[Ran
 
 @pytest.mark.parametrize("gpus", [1, 2], ids=["one-gpu", "gang-of-2"])
 def test_full_and_lora_time_sliced(local_pool, tiny_model, tmp_path, gpus):
-    full, lora = train_bytes(tiny_model, "full"), train_bytes(tiny_model, "lora")
-    device = -(-(max(full, lora) + min(full, lora) // 2) // 4096) * 4096
     model = {"micro_batch_tokens": 128, "sample": {"replicas": 1, "kv_bytes": MIB // 4, "max_batch": 4}}
-    pool = local_pool(gpus=gpus, device=device, model=model, scheduler=RESTLESS)
+    pool = local_pool(gpus=gpus, device=device_for_one(tiny_model), model=model, scheduler=RESTLESS)
     jobs = (FULL_SFT, LORA_SFT) if gpus == 1 else (FULL_SFT, LORA_RL)
     for job in same_bits(pool, tmp_path, *jobs):
         assert job.switches >= SWITCHES, pool.logs()

@@ -17,7 +17,7 @@ def test_the_run_loop_is_ended(local_pool, tmp_path, number):
     shared = shared_memory()
     pool = local_pool(gpus=2)
     pool.run("sft.py", "--steps", "1")
-    program = pool.popen("sft.py", "--steps", "1", "--folder", str(tmp_path))
+    pool.popen("sft.py", "--steps", "1", "--folder", str(tmp_path))
     pool.wait_until("a model exists", (tmp_path / "job.ready").exists)
     family = pool.processes("plexrl.")
     assert len(family) >= 5  # head, agent, nursery, two ranks
@@ -27,7 +27,6 @@ def test_the_run_loop_is_ended(local_pool, tmp_path, number):
     assert not (pool.registry / "test.live.json").exists()
     assert shared_memory() <= shared
     assert len(of_kind(pool, records.EpochEnded)) == 1
-    program.kill()
 
 
 def shared_memory() -> set[str]:

@@ -7,6 +7,7 @@ from plexrl.types import records
 
 from .journals import applied_once, model_of, of_kind, same_training
 from .localpool import LocalPool, finish
+from .small import RESTLESS, device_for_one
 
 STEPS = 8
 
@@ -41,12 +42,17 @@ def arm(pool: LocalPool, point: str) -> None:
     (folder / point).touch()
 
 
-def test_three_times_under_training(local_pool, tmp_path):
-    pool = local_pool()
+def test_three_times_under_training(local_pool, tiny_model, tmp_path):
+    """While another job has every second turn, so that heads die in switches and while calls are half done, too."""
+    model = {"micro_batch_tokens": 128, "sample": {"replicas": 1, "kv_bytes": 1 << 18, "max_batch": 4}}
+    pool = local_pool(device=device_for_one(tiny_model), model=model, scheduler=RESTLESS)
     common = ("--rank", "0", "--steps", str(STEPS), "--lr", "1e-3")
     undisturbed = pool.run("sft.py", *common)
+    here = ("--folder", str(tmp_path), "--think", "0.1")
+    program = pool.popen("sft.py", *common, *here)
+    other = pool.popen("sft.py", "--rank", "8", "--steps", "40", *here, "--name", "other")
+    pool.wait_until("both models exist", lambda: len(list(tmp_path.glob("*.ready"))) == 2)
     (tmp_path / "go").touch()
-    program = pool.popen("sft.py", *common, "--folder", str(tmp_path), "--think", "0.2")
     pool.wait_until("two steps", lambda: steps_done(tmp_path) >= 2)
     kill_head(pool)
     # Between the engine's application of an optim_step and its record.
@@ -55,12 +61,13 @@ def test_three_times_under_training(local_pool, tmp_path):
     assert not (pool.state / "run" / "faults" / "applied-optim_step").exists()
     pool.wait_until("more steps", lambda: steps_done(tmp_path) >= 5)
     kill_head(pool)
-    disturbed = finish(program)
+    disturbed, others = finish(program), finish(other)
     assert heads(pool) == 4
     same_training(pool, undisturbed, disturbed)
     # optim_step and two forward_backward calls a step, and the save.
     assert applied_once(pool, model_of(disturbed["checkpoint"])) == 3 * STEPS + 1
-    assert len(of_kind(pool, records.GroupPlaced)) == 2, "the engines outlived the heads"
+    assert applied_once(pool, model_of(others["checkpoint"])) == 3 * 40 + 1
+    assert len(of_kind(pool, records.GroupPlaced)) == 3, "the engines outlived the heads"
 
 
 def test_at_the_awkward_moments(local_pool, tmp_path):
