@@ -51,7 +51,7 @@ models:
     path: {path}
     accounts: [ml, bio]
     max_context: 128
-    micro_batch_tokens: 320
+    micro_batch_tokens: 128
     train: {{gpus: {gpus}}}
     sample: {{replicas: {gpus}, kv_bytes: 64MiB, max_batch: 32}}
     lora: {{max_rank: 16, slots: 1}}
