@@ -130,7 +130,7 @@ class LocalPool:
 
         return list(replay(self.state / "journal"))
 
-    def wait_until(self, what: str, holds, timeout: float = 60.0) -> None:
+    def wait_until(self, what: str, holds, timeout: float = 150.0) -> None:
         """Wait for a condition; on time-out fail with the pool's log."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -148,7 +148,7 @@ class LocalPool:
         return ["--registry", str(self.registry)]
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 100) -> dict:
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> dict:
     """Wait for an attached program; the JSON of its last line."""
     try:
         out, err = process.communicate(timeout=timeout)

@@ -8,6 +8,14 @@ import pytest
 from .localpool import LocalPool
 
 MIB = 1 << 20
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They take seconds; on a machine that is busy with other things they may take minutes."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(400))
 
 
 @pytest.fixture

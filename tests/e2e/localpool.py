@@ -51,6 +51,6 @@ class LocalPool(bench.localpool.LocalPool):
         self._programs.append(process)
         return process
 
-    def run(self, program: str, *arguments: str, timeout: float = 100, **env: str) -> dict:
+    def run(self, program: str, *arguments: str, timeout: float = 240, **env: str) -> dict:
         """Run a program to its end; the JSON of its last line. Fails with its output otherwise."""
         return finish(self.popen(program, *arguments, **env), timeout)
