@@ -13,12 +13,15 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from bench.localpool import LocalPool, end_in_order
 from bench.solowork import MODEL, Work
 from plexrl.types import BadInput, PlexrlError
 
 GPUS = 2
+# The pool with its engine hosts and the plain program, both at once. With less the machine's paging would be measured.
+MEMORY = 8 << 30
 
 
 def measure(work: Work, folder: Path) -> list[tuple[dict[str, float], dict[str, float]]]:
@@ -61,6 +64,10 @@ def main() -> int:
             raise BadInput(f"there is no model in {model}", f"Run: plexrl model smollm2 {model}")
         if (os.cpu_count() or 1) < GPUS:
             raise BadInput(f"this machine has {os.cpu_count()} cores", f"Run it where there are {GPUS}")
+        if (free := psutil.virtual_memory().available) < MEMORY:
+            raise BadInput(
+                f"{free >> 20} MiB of memory are available, {MEMORY >> 20} are needed", "End what else runs here first"
+            )
         with tempfile.TemporaryDirectory(prefix="plexrl-bench-", dir=where) as folder:
             os.chmod(folder, 0o755)
             steps = measure(work, Path(folder))
