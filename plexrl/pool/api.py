@@ -21,6 +21,7 @@ from plexrl.types import ApiError, Call, CallKind, Peer, PlexrlError, commands, 
 log = logging.getLogger("plexrl.head")
 HOLD_S = 25.0
 PATH = "tinker://"
+_UNLOAD = ":unload"
 
 
 class Api:
@@ -152,17 +153,18 @@ class Api:
 
     async def _unload_model(self, peer: Peer, command: commands.UnloadModel) -> commands.Promise:
         model = self._book.models.get(command.model)
-        request_id = f"{command.model}:unload"
         if model is None or model.created.job != peer.job:
             raise ApiError(404, f"there is no model {command.model!r} of this job", "It may have been unloaded")
-        if request_id not in self._book.entries:
-            self._book.entries[request_id] = Entry(request_id, peer.job, peer.uid)
-            await self._deployments.end_model(model, "unloaded")
-            body = json.dumps({"type": "unload_model", "model_id": model.id}).encode()
-            self._book.entries[request_id].ended = records.CallEnded(
-                now_us=self._core.now_us(), id=request_id, ok=True, content_type="application/json", body=body
-            )
-        return commands.Promise(request_id=request_id, model=model.id)
+        await self._deployments.end_model(model, "unloaded")
+        return commands.Promise(request_id=f"{model.id}{_UNLOAD}", model=model.id)
+
+    def _unloaded(self, peer: Peer, request_id: str) -> commands.Done | None:
+        """The future of an unload: no record of its own, that the model has ended says it all to any head."""
+        model = self._book.models.get(request_id.removesuffix(_UNLOAD))
+        if not request_id.endswith(_UNLOAD) or model is None or model.created.job != peer.job or not model.ended:
+            return None
+        body = json.dumps({"type": "unload_model", "model_id": model.id}).encode()
+        return commands.Done(content_type="application/json", body=body, headers={})
 
     def _base(self, peer: Peer, name: str):
         config = self._core.config.models.get(name)
@@ -422,6 +424,8 @@ class Api:
     async def _retrieve(
         self, peer: Peer, command: commands.Retrieve
     ) -> commands.Done | commands.Failed | commands.Pending:
+        if (unloaded := self._unloaded(peer, command.request_id)) is not None:
+            return unloaded
         entry = self._book.entries.get(command.request_id)
         if entry is None or entry.job != peer.job:
             raise ApiError(410, f"there is no request {command.request_id!r} of this job", "Submit it again")
