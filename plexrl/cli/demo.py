@@ -53,7 +53,7 @@ models:
     max_context: 128
     micro_batch_tokens: 128
     train: {{gpus: {gpus}}}
-    sample: {{replicas: {gpus}, kv_bytes: 64MiB, max_batch: 32}}
+    sample: {{replicas: 1, kv_bytes: 64MiB, max_batch: 32}}
     lora: {{max_rank: 16, slots: 1}}
 device: {{kind: cpu, bytes: 2816MiB, cores: {{n1: [0], n2: [1]}}}}
 host: {{bytes: 4096MiB}}
