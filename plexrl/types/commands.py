@@ -232,7 +232,7 @@ class SamplePromise(Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
-    """model_dir: the declared, absolute folder (the client loads its tokenizer there). lora_rank None: full parameters."""
+    """model_dir: the declared folder (the client loads its tokenizer there). lora_rank None: full parameters."""
 
     model: str
     base_model: str

@@ -4,7 +4,7 @@ from msgspec import Struct, field
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """Who speaks, as MUNGE and slurmctld (or, for a private pool, the kernel) vouch for it. job: `<job id>.<restart>`."""
+    """Who speaks, as MUNGE and slurmctld (of a private pool: the kernel) vouch for it. job: `<job id>.<restart>`."""
 
     uid: int
     user: str

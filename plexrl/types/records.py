@@ -1,7 +1,7 @@
 """What the head journals: one struct per event, replayed by a new head and read by accounting.
 
-Every record carries now_us, unix time in microseconds. Records marked (durable) are on disk before anything that follows
-from them is acknowledged. `strip` gives the form without request and response bodies that the ledger keeps.
+Every record carries now_us, unix time in microseconds. Records marked (durable) are on disk before anything that
+follows from them is acknowledged. `strip` gives the form without request and response bodies that the ledger keeps.
 """
 
 from msgspec import Struct, structs
@@ -71,7 +71,10 @@ class SessionEnded(Record):
 
 
 class GroupPlaced(Record):
-    """(durable) A worker group has its gangs for life. base: model name; kind: lora or full; model: the owning full-parameter deployment."""
+    """(durable) A worker group has its gangs for life.
+
+    base: model name. kind: lora or full. model: the owning full-parameter deployment, else "".
+    """
 
     spec: GroupSpec
     placement: Placement
@@ -116,7 +119,7 @@ class ModelEnded(Record):
 
 
 class VersionPublished(Record):
-    """(durable) An immutable snapshot of a model's weights exists. folder: where it is on disk, "" if only in memory."""
+    """(durable) An immutable snapshot of a model's weights exists. folder: its place on disk, "" if in memory only."""
 
     version: str
     model: str
@@ -162,7 +165,7 @@ class SeqConsumed(Record):
 
 
 class CallAccepted(Record):
-    """(durable) A call is ours: it ends exactly once. after: ids of results delivered to the job before it (causal edge)."""
+    """(durable) A call is ours: it ends exactly once. after: the last result delivered to the job before it."""
 
     call: Call
     uid: int
@@ -215,7 +218,10 @@ class Switched(Record):
 
 
 class AgentInterval(Record):
-    """An agent's own measure, by its own clock, that it held a GPU from start_us to end_us; later ones replace earlier ones of the same start."""
+    """An agent's own measure, by its own clock, that it held a GPU from start_us to end_us.
+
+    A later one of the same start replaces an earlier one.
+    """
 
     node: str
     gpu: str
