@@ -4,10 +4,10 @@
  * In sbatch it checks the name against the registry and records the option for slurmctld (plexrl.lua). On the node it
  * acts once per job, in the batch step's task 0 under the user's uid: it runs the root-owned attach helper, puts what
  * the helper prints into the job's environment, and ends the task with 78 if anything is amiss. It fails closed: a job
- * that asked for a pool never runs unattached. The plugin is loaded as `optional`, where Slurm ignores return codes,
- * so every refusal ends the process itself. Slurm 22.05 to 26.05, one build per major.minor.
+ * that asked for a pool never runs unattached. Under `optional` Slurm ignores return codes, so every refusal ends
+ * the process itself; README.md says why sites should write `required`. Slurm 22.05 to 26.05, one build per major.minor.
  *
- * plugstack.conf:  optional spank_plexrl.so registry=DIR helper=PATH pool_uids=UID[,UID..] [munge_socket=PATH] [deadline=SECONDS]
+ * plugstack.conf:  required spank_plexrl.so registry=DIR helper=PATH pool_uids=UID[,UID..] [munge_socket=PATH] [deadline=SECONDS]
  *
  * SPDX-License-Identifier: Apache-2.0
  */

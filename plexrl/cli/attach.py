@@ -26,13 +26,14 @@ def attach(
     ),
     deadline: float = typer.Option(45.0, min=1.0, metavar="S", help="Seconds to be admitted in."),
 ) -> None:
-    """Run a command as a logical job of a pool, inside salloc, srun or a portal.
+    """Run a command as a logical job of a pool that is your own (`plexrl pool run`).
 
-    The command finds the pool's address and key in its environment, where the tinker and openai packages look for them,
-    and needs no change. It is not started when the pool does not admit the job; the reason is then printed. Otherwise
+    The command finds the pool's address and key in its environment, where the tinker package looks for them, and needs
+    no change. It is not started when the pool does not admit the job; the reason is then printed. Otherwise
     the exit code is the command's.
 
-    Jobs of `sbatch --plexrl-pool=NAME` are attached already. Example: plexrl attach --pool lab -- python train.py
+    Jobs of `sbatch --plexrl-pool=NAME` are attached already; it is the only way into a site's pool, since it gives the
+    job the pool's licence. Example: plexrl attach --pool mine -- python train.py
     """
     try:
         uids = frozenset(int(uid) for uid in pool_uids.split(",") if uid)

@@ -69,9 +69,9 @@ def tiny(
         ..., metavar="DIR", help="Where the model goes. Left alone when it is there already."
     ),
     tokenizer: Path | None = typer.Option(
-        None, metavar="DIR", help="Take the tokenizer of this model folder. [default: one token per byte]"
+        None, metavar="DIR", help="Take the tokenizer of this model folder; default: one token per byte."
     ),
-    seed: int = typer.Option(0, min=0, help="Of the random weights; equal seeds give equal models."),
+    seed: int = typer.Option(0, min=0, help="Seed of the random weights; equal seeds give equal models."),
 ) -> None:
     """A Llama of two layers with random weights: it speaks nonsense, but at once."""
     console = Console(stderr=True)

@@ -52,9 +52,12 @@ def declare(
     registry: str = _REGISTRY,
     owner: str = typer.Option("", help="Service account; default: service_user of the file."),
     private: bool = typer.Option(False, "--private", help="A pool of your own, for your uid only, without Slurm."),
-    fresh: bool = typer.Option(False, "--fresh", help="Forget an earlier life of the pool: journal and ledger."),
+    fresh: bool = typer.Option(False, "--fresh", help="Remove what the pool left: journal, ledger, logs, checkpoints."),
 ) -> None:
-    """Make a pool known for good; done once by the admin."""
+    """Make a pool known for good; done once, as root: it makes the pool's folders and holds its licence until it is up.
+
+    With --private: a pool of your own, which `plexrl pool run` starts.
+    """
     from plexrl.accounting.store import reports_of
 
     life = _lifecycle(_registry(registry))
@@ -78,7 +81,7 @@ def start(
     wait: float = typer.Option(300.0, help="Seconds to wait until it is ready; 0: do not wait."),
     option: list[str] = typer.Option([], "--sbatch", metavar="OPTION", help="One more option for sbatch; repeatable."),
 ) -> None:
-    """Submit the pool as a Slurm job of its service account."""
+    """Submit the pool as a Slurm job of its service account; as that account or root, with `plexrl` on the PATH."""
     books = _registry(registry)
     life = _lifecycle(books)
     if config is not None:
@@ -153,14 +156,14 @@ def _print_status(found: dict) -> None:
 
 @app.command()
 def drain(name: str = _NAME, registry: str = _REGISTRY) -> None:
-    """Let open turns end and grant no new ones; the pool then ends."""
+    """Grant no new turns, let open ones end for some seconds, end the pool; `stop` also waits for that."""
     job = _lifecycle(_registry(registry)).signal(name, "TERM")
     print(f"pool {name} (Slurm job {job}) drains")
 
 
 @app.command()
 def stop(name: str = _NAME, registry: str = _REGISTRY) -> None:
-    """Drain the pool and wait until its Slurm job has ended."""
+    """Drain the pool and wait until its Slurm job has ended; what has not after a minute is cancelled."""
     job = _lifecycle(_registry(registry)).stop(name)
     print(f"pool {name} (Slurm job {job}) has ended")
 
@@ -171,7 +174,11 @@ def run(
     registry: str = _REGISTRY,
     gpus: int = typer.Option(1, min=1, help="Pretend GPUs; never more than cores."),
 ) -> None:
-    """Run a private pool in the foreground, without Slurm: one head, one agent, this machine. Ctrl-C ends it."""
+    """Run a private pool in the foreground, without Slurm: one head, one agent, this machine. Ctrl-C ends it.
+
+    Declare it first: plexrl pool declare NAME --private --config plexrl.yaml. Programs join it from another terminal:
+    plexrl attach --pool NAME -- python train.py
+    """
     books = _registry(registry)
     if books.declared(name).kind != "private":
         raise BadInput(f"pool {name!r} is a site pool", f"Start it with: plexrl pool start {name}")

@@ -30,13 +30,13 @@ _AGO = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 @app.command()
 def report(
     pool: str = typer.Option(
-        "", envvar="SLURM_PLEXRL_POOL", metavar="NAME", help="The pool. [default: the only one that is declared]"
+        "", envvar="SLURM_PLEXRL_POOL", metavar="NAME", help="The pool; default: the only one that is declared."
     ),
     user: str | None = typer.Option(None, metavar="USER", help="Show this user's jobs only; a name or a uid."),
     since: str | None = typer.Option(
         None, metavar="TIME", help="Count from here: 2026-11-01, 2026-11-01T08:30, or 90m, 24h, 7d, 2w ago."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON; GPU-seconds."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, in GPU-seconds."),
     html: Path | None = typer.Option(
         None, "--html", metavar="FILE", help="Write a page with the timeline of the GPUs."
     ),

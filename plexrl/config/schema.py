@@ -147,7 +147,7 @@ class PoolConfig(Section):
     """One pool, as plexrl.yaml describes it.
 
     state_dir: the pool's own directory (journal, checkpoints, keys), of the service account, mode 0700.
-    admins: uids or names of users that may drain and stop the pool and cancel others' work.
+    admins: uids or names of users who run the pool; not used yet.
     service_user: the account that a site pool runs as. interface: the address that head and gloo bind.
     """
 
