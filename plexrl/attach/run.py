@@ -1,4 +1,4 @@
-"""`plexrl attach -- CMD`: a command as a logical job, where no SPANK hook is: salloc, srun, portals, private pools."""
+"""`plexrl attach -- CMD`: a command as a logical job of a private pool, where no SPANK hook is."""
 
 import os
 import signal
@@ -60,12 +60,13 @@ def attach_and_run(
 
 
 def _job(private: bool) -> tuple[int, int]:
+    if private:
+        # Also inside a Slurm job: a private pool knows processes of this machine, and no Slurm.
+        return os.getpid(), 0
     job = os.environ.get("SLURM_JOB_ID", "")
     if job.isdigit():
         return int(job), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    if private:
-        return os.getpid(), 0
-    raise BadInput("this is no Slurm job", "Run it inside salloc or srun, or submit with sbatch --plexrl-pool=NAME")
+    raise BadInput("this is no Slurm job", "Submit it with sbatch --plexrl-pool=NAME")
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from plexrl.cli.books import trusted
 from plexrl.types import BadInput, PlexrlError
 from plexrl.wire.registry import Registry
 
@@ -28,14 +29,6 @@ _POOL_UIDS = typer.Option(
     "", "--pool-uids", envvar="PLEXRL_POOL_UIDS", metavar="UID,..", help="Accounts whose registry files are believed."
 )
 _JSON = typer.Option(False, "--json", help="Print JSON.")
-
-
-def _registry(directory: str, uids: str = "") -> Registry:
-    """Believes root, this account, and the directory's owner when root or this account gave it away."""
-    trusted = {int(uid) for uid in uids.split(",") if uid} | {os.getuid()}
-    if os.getuid() == 0:
-        trusted.add(os.stat(directory).st_uid if os.path.isdir(directory) else 0)
-    return Registry(directory, frozenset(trusted))
 
 
 def _lifecycle(registry: Registry):
@@ -60,7 +53,7 @@ def declare(
     """
     from plexrl.accounting.store import reports_of
 
-    life = _lifecycle(_registry(registry))
+    life = _lifecycle(trusted(registry))
     declared = life.declare(name, config, owner or None, private)
     if fresh:
         life.forget(name)
@@ -82,7 +75,7 @@ def start(
     option: list[str] = typer.Option([], "--sbatch", metavar="OPTION", help="One more option for sbatch; repeatable."),
 ) -> None:
     """Submit the pool as a Slurm job of its service account; as that account or root, with `plexrl` on the PATH."""
-    books = _registry(registry)
+    books = trusted(registry)
     life = _lifecycle(books)
     if config is not None:
         from plexrl.pool.lifecycle import account_of
@@ -98,7 +91,7 @@ def start(
 @app.command("list")
 def list_(registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
     """Every declared pool and its state."""
-    books = _registry(registry, pool_uids)
+    books = trusted(registry, pool_uids)
     rows = []
     for name in books.names():
         live = books.live(name)
@@ -122,7 +115,7 @@ def list_(registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool 
 @app.command()
 def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
     """One pool. Who is on which GPU is shown to the service account and root. Ends with 0 when ready, else 1."""
-    books = _registry(registry, pool_uids)
+    books = trusted(registry, pool_uids)
     declared = books.declared(name)
     live = books.live(name)
     found: dict[str, object] = {"pool": name, "state": live.state if live else "down"}
@@ -155,16 +148,16 @@ def _print_status(found: dict) -> None:
 
 
 @app.command()
-def drain(name: str = _NAME, registry: str = _REGISTRY) -> None:
+def drain(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS) -> None:
     """Grant no new turns, let open ones end for some seconds, end the pool; `stop` also waits for that."""
-    job = _lifecycle(_registry(registry)).signal(name, "TERM")
+    job = _lifecycle(trusted(registry, pool_uids)).drain(name)
     print(f"pool {name} (Slurm job {job}) drains")
 
 
 @app.command()
-def stop(name: str = _NAME, registry: str = _REGISTRY) -> None:
+def stop(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS) -> None:
     """Drain the pool and wait until its Slurm job has ended; what has not after a minute is cancelled."""
-    job = _lifecycle(_registry(registry)).stop(name)
+    job = _lifecycle(trusted(registry, pool_uids)).stop(name)
     print(f"pool {name} (Slurm job {job}) has ended")
 
 
@@ -179,7 +172,7 @@ def run(
     Declare it first: plexrl pool declare NAME --private --config plexrl.yaml. Programs join it from another terminal:
     plexrl attach --pool NAME -- python train.py
     """
-    books = _registry(registry)
+    books = trusted(registry)
     if books.declared(name).kind != "private":
         raise BadInput(f"pool {name!r} is a site pool", f"Start it with: plexrl pool start {name}")
     if gpus > (os.cpu_count() or 1):
@@ -250,7 +243,7 @@ def head(
     _log_to_stderr()
     if os.getuid() == 0:
         raise BadInput("a pool's head does not run as root", "Start it under the pool's service account")
-    books = _registry(registry)
+    books = trusted(registry)
     declared = books.declared(name)
     if declared.owner_uid != os.getuid():
         raise BadInput(f"pool {name!r} is declared for uid {declared.owner_uid}, this is {os.getuid()}")
@@ -304,7 +297,7 @@ def agent(
     _log_to_stderr()
     if os.getuid() == 0:
         raise BadInput("a pool's agent does not run as root", "Start it under the pool's service account")
-    config = load(_registry(registry).declared(name).config)
+    config = load(trusted(registry).declared(name).config)
     job, start_us = _allocation(allocated_us)
     where = node or os.environ["SLURMD_NODENAME"]
     count = gpus or len([g for g in os.environ.get("SLURM_STEP_GPUS", "").split(",") if g])

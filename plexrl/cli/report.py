@@ -16,6 +16,7 @@ import typer
 from plexrl.accounting.figures import figures
 from plexrl.accounting.published import Published
 from plexrl.accounting.store import Publisher, Store, reports_of
+from plexrl.cli.books import trusted
 from plexrl.pool.layout import Layout
 from plexrl.slurm.adapter import AccountingRow
 from plexrl.slurm.commands import SlurmCommands
@@ -53,7 +54,7 @@ def report(
     the pool's account see all jobs.
     """
     begin = None if since is None else _since(since)
-    books = _registry(registry, pool_uids)
+    books = trusted(registry, pool_uids)
     declared = books.declared(pool or _only(books))
     folder = reports_of(registry, declared.name)
     _catch_up(declared, folder)
@@ -71,17 +72,6 @@ def report(
     show(found, own_only=published.uid is not None)
     if html is not None:
         print(f"\n{html}: the same with the timeline of the GPUs")
-
-
-def _registry(directory: str, uids: str) -> Registry:
-    """Believes root, this account and the accounts named; root also believes whom it gave the directory to."""
-    try:
-        trusted = {int(uid) for uid in uids.split(",") if uid} | {os.getuid()}
-    except ValueError as error:
-        raise BadInput(f"--pool-uids {uids!r} is no list of uids", "Write --pool-uids UID,UID") from error
-    if os.getuid() == 0 and os.path.isdir(directory):
-        trusted.add(os.stat(directory).st_uid)
-    return Registry(directory, frozenset(trusted))
 
 
 def _only(books: Registry) -> str:

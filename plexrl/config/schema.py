@@ -147,7 +147,6 @@ class PoolConfig(Section):
     """One pool, as plexrl.yaml describes it.
 
     state_dir: the pool's own directory (journal, checkpoints, keys), of the service account, mode 0700.
-    admins: uids or names of users who run the pool; not used yet.
     service_user: the account that a site pool runs as. interface: the address that head and gloo bind.
     """
 
@@ -157,7 +156,6 @@ class PoolConfig(Section):
     host: Host = Host()
     scheduler: SchedulerPolicy = SchedulerPolicy()
     limits: Limits = Limits()
-    admins: tuple[Annotated[int | str, BeforeValidator(_user)], ...] = ()
     service_user: Annotated[str, AfterValidator(_user)] = "plexrl"
     munge_socket: AbsolutePath | None = None
     interface: Annotated[str, AfterValidator(_interface)] = "127.0.0.1"

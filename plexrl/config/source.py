@@ -60,7 +60,7 @@ class Source:
 
 
 def spell(where: Location) -> str:
-    """A location as people read it: `models.smollm2.train.gpus`, `admins[0]`."""
+    """A location as people read it: `models.smollm2.train.gpus`, `accounts[0]`."""
     text = ""
     for part in where:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)

@@ -62,7 +62,9 @@ class Lifecycle:
     def make_folder(self, folder: Path, uid: int, mode: int) -> None:
         """A folder of the service account. Raises BadInput when only root could make it."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+                missing.mkdir(mode=0o755)
+                missing.chmod(0o755)  # whatever the umask
             os.chown(folder, uid, -1)
             folder.chmod(mode)
         except OSError as error:
@@ -138,19 +140,19 @@ class Lifecycle:
             time.sleep(0.3)
         raise Unavailable(f"pool {name!r} is not ready after {timeout:.0f} s (Slurm job {job_id})", "See its output")
 
-    def signal(self, name: str, which: str) -> int:
-        """Tell the pool's batch script: TERM drains and ends it, USR1 drains it. Slurm decides who may."""
+    def drain(self, name: str) -> int:
+        """Tell the pool's batch script to drain and end; its Slurm job. Slurm decides who may."""
         live = self._registry.live(name)
         if live is None:
             raise BadInput(f"pool {name!r} is down", "Nothing to do")
         if not live.slurm_job:
             raise BadInput(f"pool {name!r} runs without Slurm", "End the process of `plexrl pool run`")
-        self._need_slurm().cancel(live.slurm_job, signal=which, batch=True)
+        self._need_slurm().cancel(live.slurm_job, signal="TERM", batch=True)
         return live.slurm_job
 
     def stop(self, name: str) -> int:
         """Drain and end the pool, and wait for the end of its Slurm job."""
-        job_id = self.signal(name, "TERM")
+        job_id = self.drain(name)
         slurm = self._need_slurm()
         deadline = time.monotonic() + _STOP_S
         while time.monotonic() < deadline:

@@ -134,7 +134,11 @@ def test_stop_ends_everything_and_the_accounts_agree(pool):
     mine = json.loads(pool.plexrl("report", "--pool", POOL, "--json", user="alice").stdout)
     assert {job["user"] for job in mine["jobs"]} == {"alice"}
     assert {job["user"] for job in report["jobs"]} >= {"alice", "bob"}
-    assert pool.plexrl("report", "--pool", POOL, user="nobody", check=False).returncode != 0
+    command = [str(pool.cluster.opt / "venv" / "bin" / "plexrl"), "report", "--pool", POOL]
+    stranger = subprocess.run(
+        command, env=pool.cluster.env(), user="nobody", cwd="/", capture_output=True, text=True, timeout=60
+    )
+    assert stranger.returncode == 4 and "has no report that uid" in stranger.stderr
     job = pool.submit("alice", "sft.py")
     pool.wait_until("new jobs wait", lambda: pool.cluster.slurm().job(job).reason == "Licenses", 20)
     pool.cluster.slurm().cancel(job)

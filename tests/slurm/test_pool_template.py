@@ -8,13 +8,12 @@ import pytest
 from plexrl.slurm.devcluster import SERVICE, Cluster
 from tests.slurm.jobs import until
 
-# A head ends on SIGTERM and then tells the agents, which end when told; SIGUSR1 is drain.
+# A head ends on SIGTERM and then tells the agents, which end when told.
 STAND_IN = """\
 #!/bin/bash
 role=$2
 say() { echo "$role@$SLURMD_NODENAME $* [$$]" >> SEEN/log; }
 trap 'say TERM; test $role = head && { sleep 1; touch SEEN/over; say end; exit 0; }' TERM
-trap 'say USR1' USR1
 say start $3 $4 $5
 while true; do
     test $role = agent -a -e SEEN/over && { say end; exit 0; }
@@ -83,12 +82,6 @@ def test_sigterm_to_the_script_drains_through_the_head_alone(pool: Pool):
     pool.slurm.cancel(pool.job, signal="TERM", batch=True)
     pool.ends("COMPLETED")
     assert pool.count("TERM", "head") == 1 and pool.count("TERM", "agent") == 0 and pool.count("end") == 3
-
-
-def test_sigusr1_reaches_the_head(pool: Pool):
-    pool.slurm.cancel(pool.job, signal="USR1", batch=True)
-    pool.until(lambda: pool.count("USR1", "head") == 1)
-    assert pool.count("end") == 0 and pool.slurm.job(pool.job).state == "RUNNING"
 
 
 def test_scancel_is_a_clean_end(pool: Pool):

@@ -52,14 +52,13 @@ def test_everything_written_out(write):
             + "    sample: {replicas: 2, kv_bytes: 64MiB}\n"
             + "device: {bytes: 1.5GiB, cores: {n2: [1]}}\nhost: {bytes: 4096}\n"
             + "scheduler: {placement: isolated, anticipation: 70ms, quantum: 0.5, min_turn_factor: 2}\n"
-            + "admins: [1000, carol]\nmunge_socket: /run/munge.socket\n"
+            + "munge_socket: /run/munge.socket\n"
         )
     )
     model = config.models["tiny"]
     assert model.accounts == ("ml", "bio") and model.allows("bio") and not model.allows("chem")
     assert (config.device.bytes, config.device.core("n2", 0), config.device.core("n1", 0)) == (3 * 2**29, 1, 0)
     assert (config.scheduler.anticipation_us, config.scheduler.quantum_us) == (70_000, 500_000)
-    assert config.admins == (1000, "carol")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,6 @@ def test_everything_written_out(write):
         (SMALLEST + "\n\nhost:\n  bytes: 6 parsecs\n", 8, "host.bytes", "KiB"),
         (SMALLEST + "limits:\n  session_timeout: soon\n", 6, "limits.session_timeout", "50ms"),
         (SMALLEST + "device: {cores: {n1: [0, 0]}}\n", 5, "device", "own core"),
-        (SMALLEST + "admins: [-1]\n", 5, "admins[0]", "user name"),
         (SMALLEST + "scheduler: {paranoid: 'no'}\n", 5, "scheduler.paranoid", "true or false"),
         (SMALLEST + "state_dir: /again\n", 5, "state_dir", "lines 1 and 5"),
         (SMALLEST.replace("/var", "var"), 1, "state_dir", "absolute"),
