@@ -28,6 +28,7 @@ from plexrl.attach.settings import Settings
 from plexrl.types import BadInput, PlexrlError
 
 # Of this connection or of this host only; the key above all stays here.
+_LAST_S = 5.0
 _NOT_FORWARDED = frozenset(
     (
         b"authorization",
@@ -121,12 +122,18 @@ async def serve(settings: Settings, ready: Callable[[int], None]) -> None:
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
+
+    def end() -> None:
+        ended.set()
+        # Nobody else ends a proxy under proctrack/linuxproc: it must not wait for what does not come.
+        loop.call_later(_LAST_S, os._exit, 0)
+
+    loop.add_signal_handler(signal.SIGTERM, end)
 
     def lifeline() -> None:
         if not os.read(settings.lifeline, 4096):
             loop.remove_reader(settings.lifeline)
-            ended.set()
+            end()
 
     loop.add_reader(settings.lifeline, lifeline)
     link = Link(settings)
