@@ -27,8 +27,8 @@ from plexrl.attach.link import Link
 from plexrl.attach.settings import Settings
 from plexrl.types import BadInput, PlexrlError
 
-# Of this connection or of this host only; the key above all stays here.
 _LAST_S = 5.0
+# Of this connection or of this host only; the key above all stays here.
 _NOT_FORWARDED = frozenset(
     (
         b"authorization",
