@@ -4,10 +4,10 @@ With --folder: NAME.ready is written when the sampler has answered once, before 
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import tinker
+from ending import end
 from tinker import types
 
 parser = argparse.ArgumentParser()
@@ -32,4 +32,4 @@ if args.folder is not None:
     (args.folder / f"{args.name}.ready").touch()
 results = [future.result() for future in [sample(1 + call, args.tokens) for call in range(args.calls)]]
 sequences = [sequence for result in results for sequence in result.sequences]
-print(json.dumps({"tokens": [s.tokens for s in sequences], "logprobs": [len(s.logprobs) for s in sequences]}))
+end({"tokens": [s.tokens for s in sequences], "logprobs": [len(s.logprobs) for s in sequences]})

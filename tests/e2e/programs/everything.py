@@ -1,9 +1,9 @@
 """SFT, then RL, then save, reload and sample, through nothing but the public tinker SDK. Prints what it saw as JSON."""
 
 import argparse
-import json
 
 import tinker
+from ending import end
 from tinker import types
 
 parser = argparse.ArgumentParser()
@@ -91,4 +91,4 @@ base = service.create_sampling_client(base_model=args.base)
 seen["base"] = len(
     base.sample(types.ModelInput.from_ints(prompt), num_samples=2, sampling_params=params).result().sequences
 )
-print(json.dumps(seen))
+end(seen)

@@ -5,12 +5,12 @@ NAME.steps (steps done so far).
 """
 
 import argparse
-import json
 import random
 import time
 from pathlib import Path
 
 import tinker
+from ending import end
 from tinker import types
 
 parser = argparse.ArgumentParser()
@@ -72,4 +72,4 @@ for step in range(args.steps):
     tell("steps", str(step + 1))
     time.sleep(args.think)
 saved = trainer.save_state("final").result()
-print(json.dumps({"losses": losses, "logprobs": last, "checkpoint": saved.path}))
+end({"losses": losses, "logprobs": last, "checkpoint": saved.path})

@@ -4,12 +4,12 @@ Without --hit it trains on without a call to be hit in: what the other should co
 """
 
 import argparse
-import json
 import random
 import time
 from pathlib import Path
 
 import tinker
+from ending import end
 from tinker import types
 
 parser = argparse.ArgumentParser()
@@ -59,4 +59,4 @@ if args.hit is not None:
     trainer = service.create_training_client_from_state_with_optimizer(seen["kept"])
 seen["after"] = train(trainer, batch, 2)
 seen["checkpoint"] = trainer.save_state("final").result().path
-print(json.dumps(seen))
+end(seen)
