@@ -32,7 +32,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(said)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[OUTCOME] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave at once when all is told: transport threads of the SDK under test can abort an interpreter's exit."""
+    if "tinker" in sys.modules and OUTCOME in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[OUTCOME])
+
+
 NO_SLURM = pytest.StashKey[str]()
+OUTCOME = pytest.StashKey[int]()
 
 
 def _folder(item: pytest.Item) -> str:
