@@ -34,11 +34,11 @@ from plexrl.types.commands import (
     UnloadModel,
 )
 from plexrl.types.errors import ApiError, BadInput, DoesNotFit, PlexrlError, Unavailable
-from plexrl.types.groups import Extent, Gang, GroupSpec, Placement
+from plexrl.types.groups import Extent, Gang, GroupSpec, Placement, Tenant
 from plexrl.types.http import HttpRequest, HttpResponse, Peer
 from plexrl.types.memory import Moved, Slab
 from plexrl.types.spans import Span, SpanClass
-from plexrl.types.words import POOL_NAME, Epoch, Residency, Role
+from plexrl.types.words import POOL_NAME, Epoch, GpuRole, JobClass, Residency, Role
 
 __all__ = [
     "POOL_NAME",
@@ -63,10 +63,12 @@ __all__ = [
     "Gang",
     "GetInfo",
     "GetSampler",
+    "GpuRole",
     "GroupSpec",
     "Heartbeat",
     "HttpRequest",
     "HttpResponse",
+    "JobClass",
     "LoadModel",
     "ModelInfo",
     "Moved",
@@ -91,6 +93,7 @@ __all__ = [
     "Span",
     "SpanClass",
     "Telemetry",
+    "Tenant",
     "Train",
     "Unavailable",
     "UnloadModel",

@@ -24,6 +24,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     seq: the order among the training calls of one deployment; None for samples, which are unordered.
     cost_us: expected service time on the whole gang, microseconds (a prior until a model is fitted).
     units: expected work in tokens; splits the seconds of a shared turn.
+    peer: a second worker group whose first gang is needed in the same turn (direct transfer of weights), else "".
     """
 
     id: str
@@ -34,6 +35,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     seq: int | None = None
     cost_us: int = 0
     units: int = 1
+    peer: str = ""
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from plexrl.types.words import Role
+from plexrl.types.words import JobClass, Role
 
 
 class Extent(Struct, frozen=True):
@@ -17,6 +17,9 @@ class GroupSpec(Struct, frozen=True, kw_only=True):
 
     gang_size: GPUs per gang. replicas: gangs (1 for role train). device_bytes: per GPU of a gang.
     owner: the job that caused it, charged for the build.
+    host_bytes: host memory per GPU of a gang, for its state when it is off the device. residual_bytes: device bytes per
+    GPU that stay as long as its processes live (contexts, graphs, communicators), resident or not.
+    duty: expected share of the time that a gang of it is busy when its job runs alone, 0 to 1; None: a prior by role.
     """
 
     group: str
@@ -25,6 +28,9 @@ class GroupSpec(Struct, frozen=True, kw_only=True):
     gang_size: int
     replicas: int
     device_bytes: int
+    host_bytes: int = 0
+    residual_bytes: int = 0
+    duty: float | None = None
 
 
 class Gang(Struct, frozen=True):
@@ -41,3 +47,17 @@ class Placement(Struct, frozen=True):
 
     group: str
     gangs: tuple[Gang, ...]
+
+
+class Tenant(Struct, frozen=True, kw_only=True):
+    """Who a job is to the scheduler.
+
+    priority: higher first within a class. deadline_us: the longest that a call of it should wait before it begins.
+    """
+
+    job: str
+    account: str = ""
+    user: str = ""
+    kind: JobClass = JobClass.NORMAL
+    priority: int = 0
+    deadline_us: int | None = None

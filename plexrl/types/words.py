@@ -1,4 +1,4 @@
-"""Roles, residencies and epochs."""
+"""Roles, classes, residencies and epochs."""
 
 from enum import StrEnum
 
@@ -12,6 +12,22 @@ class Role(StrEnum):
 
     TRAIN = "train"
     SAMPLE = "sample"
+
+
+class GpuRole(StrEnum):
+    """Which worker groups may be placed on a GPU."""
+
+    TRAIN = "train"
+    SAMPLE = "sample"
+    ANY = "any"
+
+
+class JobClass(StrEnum):
+    """How a job's calls rank, before everything else. A scavenger fills GPUs that nobody else wants now."""
+
+    INTERACTIVE = "interactive"
+    NORMAL = "normal"
+    SCAVENGER = "scavenger"
 
 
 class Residency(StrEnum):
