@@ -1,0 +1,1 @@
+"""Experiments with everything fixed: `plexrl simulate --preset NAME`."""
