@@ -22,7 +22,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     train_gpus: TP x PP x DP. sample_gpus: rollout GPUs of a job. bubble: published share of time not computing.
     published: saving in GPU-hours per step against split-async, two jobs, training pool shared.
-    state_bytes, weight_bytes: of the whole model; bf16 weights, mixed-precision Adam. replica_gpus: GPUs of one sampler.
+    state_bytes, weight_bytes: of the whole model; bf16 weights, mixed-precision Adam. replica_gpus: of one sampler.
     decode_base_us, decode_sequence_us: one decode step of a replica takes base + sequence x batch.
     """
 
@@ -123,9 +123,7 @@ STEPS = 40  # [ours] per job; what is measured ends when the first job is done
 SEEDS = (1, 2, 3, 4, 5)  # [ours]
 JOBS = (2, 3, 4)
 
-RIGHT_SIZED_DUTY = (
-    0.9  # [ours] a right-sized split has the fewest training GPUs that hold the state and are busy so much
-)
+RIGHT_SIZED_DUTY = 0.9  # [ours] a right-sized split: fewest training GPUs that hold the state, busy at most so much
 SHARED_ALL_DUTY = 0.9  # [ours] a pool of all GPUs is sized for this share of busy time, in whole nodes of 8
 STAGGER = True  # [ours] jobs start apart by a k-th of a step: nobody submits two jobs in the same second
 
