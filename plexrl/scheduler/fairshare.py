@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf, isfinite, ldexp
+from math import inf, ldexp
 
 from plexrl.types import BadInput
 
@@ -26,6 +26,11 @@ class _Node:
             self.all_shares += 1.0
         return node
 
+    def scale(self, exponent: int) -> None:
+        """Times a power of two: no digit is lost. What is less than a microsecond now is nothing."""
+        usage = ldexp(self.usage, exponent)
+        self.usage = usage if usage >= 1 else 0.0
+
 
 class Shares:
     """A two-level tree of accounts and users with exponentially decayed usage.
@@ -46,8 +51,8 @@ class Shares:
     def set(self, account: str, shares: float, users: Mapping[str, float]) -> None:
         """Give an account its shares, and these users theirs; other users of it have 1. Raises BadInput."""
         for name, value in {account: shares, **users}.items():
-            if not isfinite(value) or value < 0:
-                raise BadInput(f"{value} shares for {name!r}", "Give zero or more")
+            if value != 0 and not 1e-6 <= value <= 1e9:
+                raise BadInput(f"{value} shares for {name!r}", "Give zero, or 0.000001 to 1,000,000,000")
         node = self._root.member(account)
         node.shares = shares
         for name in users:
@@ -109,9 +114,9 @@ class Shares:
             self._epoch += whole * self._half_life_us
             age -= whole * self._half_life_us
             for node in [self._root, *self._root.members.values()]:
-                node.usage = ldexp(node.usage, -whole)  # a power of two: no digit is lost
+                node.scale(-whole)
                 for member in node.members.values():
-                    member.usage = ldexp(member.usage, -whole)
+                    member.scale(-whole)
         return age / self._half_life_us
 
 
@@ -120,4 +125,4 @@ def _level(node: _Node, parent: _Node) -> float:
         return 0.0
     if not node.usage:
         return inf
-    return (node.shares / parent.all_shares) / (node.usage / parent.usage)
+    return node.shares * parent.usage / (parent.all_shares * node.usage)
