@@ -27,6 +27,7 @@ def draw(plan: JobPlan, step: int, seed: int) -> StepWork:
     stalls = _stalls(rollout.stalls, _slowness(seed, plan.job, rollout.stalls), len(tokens), rng)
     prompt = rollout.lengths.prompt_tokens
     replicas = min(plan.sample.replicas, len(tokens))
+    calls = min(rollout.calls, len(tokens) // replicas)
     shares = []
     for replica in range(replicas):
         part = slice(len(tokens) * replica // replicas, len(tokens) * (replica + 1) // replicas)
@@ -38,8 +39,8 @@ def draw(plan: JobPlan, step: int, seed: int) -> StepWork:
                 (length * step_us + stall, length, stall)
                 for length, stall in zip(tokens[part], stalls[part], strict=True)
             )
-        shares.append(_cut(ordered, rollout.calls, prompt))
-    samples = [share[i] for i in range(rollout.calls) for share in shares if i < len(share)]
+        shares.append(_cut(ordered, calls, prompt))
+    samples = [share[i] for i in range(calls) for share in shares]
     return StepWork(tuple(samples), sum(tokens) + prompt * len(tokens), plan.reward_us)
 
 
@@ -67,8 +68,7 @@ def _stalls(stalls: Stalls, slowness: float, samples: int, rng: Random) -> list[
 
 
 def _cut(ordered: list[tuple[float, int, float]], calls: int, prompt: int) -> list[SampleWork]:
-    """A replica's (end, tokens, stall), by end, in `calls` equal parts or one each."""
-    calls = min(calls, len(ordered))
+    """A replica's (end, tokens, stall), by end, in `calls` equal parts."""
     works = []
     for i in range(calls):
         part = ordered[len(ordered) * i // calls : len(ordered) * (i + 1) // calls]
