@@ -8,7 +8,7 @@ from msgspec import Struct
 
 Points = Sequence[tuple[float, float]]
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1100, 300, 64, 190, 12, 44
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1100, 310, 64, 190, 30, 44
 _MOST = 600  # points of one curve
 COLOURS = 8
 
@@ -48,7 +48,7 @@ def curves(series: Sequence[Series], label: str, x_name: str, y_name: str, y_top
         out.append(_text(_LEFT - 8, y + 4, _number(top * tick / 5), "end", "small"))
         out.append(_text(x, _HEIGHT - _BOTTOM + 18, _number(right * tick / 5), "middle", "small"))
     out.append(_text(_LEFT + wide / 2, _HEIGHT - 6, x_name, "middle", "small"))
-    out.append(_text(4, _TOP + 4, y_name, "start", "small"))
+    out.append(_text(_LEFT - 8, 12, y_name, "start", "small"))
     for row, one in enumerate(series):
         path, last = [], None
         for x, y in _thin(one.points):
