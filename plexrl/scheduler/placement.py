@@ -1,114 +1,330 @@
 """Where the gangs of a worker group live: which GPUs, and which bytes of each.
 
-Offsets are fixed for a gang's life. A free gap among all placed extents is taken if there is one; else the offset that
-overlaps the fewest bytes of others. Gangs whose extents overlap on a GPU are never resident together.
+Two ways of giving bytes. Fixed (a device without virtual addresses): an offset for a gang's life; a free gap among all
+placed extents is taken if there is one, else the offset that overlaps the fewest bytes of others; gangs whose extents
+overlap on a GPU are never resident together. Virtual: no offsets. In both, each single gang must fit beside the
+residual bytes of all others there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Protocol
 
-from msgspec import Struct
-
-from plexrl.types import BadInput, DoesNotFit, Extent, Gang, GroupSpec, Placement
+from plexrl.scheduler.load import CLASSES, Card, Placed, bounds, share
+from plexrl.scheduler.seats import FITS, NEAR, Node, Rank, Seats, Want, fill, heap, spread
+from plexrl.types import BadInput, DoesNotFit, Extent, Gang, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
 ALIGN = 64  # bytes; a tensor off this boundary gives other bits
+BETTER = 0.8  # a place is clearly better if its predicted stretch is at most this share of today's (ours)
+# isolated: never a GPU of another job. pack: the fewest GPUs. spread: the least load. spread_backfill places like
+# spread; it differs in who may go first (admission.py).
+PLACEMENTS = ("isolated", "pack", "spread", "spread_backfill")
 
 
-class Placed(Struct, frozen=True):
-    """An extent on a GPU and whose it is."""
+class Rules(Protocol):
+    """What placement reads of a policy. max_stretch: class -> the largest predicted stretch of its jobs (1 or more)."""
 
-    gang: str
-    owner: str
-    start: int
-    end: int
+    placement: str
+    max_stretch: Mapping[JobClass, float]
+
+
+@dataclass(eq=False, slots=True)
+class Home:
+    """A placed group: whose, where, and its gangs' duty in millionths."""
+
+    spec: GroupSpec
+    tenant: Tenant
+    placement: Placement
+    duty: int
 
 
 class Floor:
-    """All GPUs and what is placed on them. gpus: name -> bytes."""
+    """All GPUs and what is placed on them.
 
-    def __init__(self, gpus: Mapping[str, int]) -> None:
+    gpus: name -> bytes. roles: GPU -> which groups it takes (absent: any). hosts: node -> host memory for state that is
+    off the device, bytes (absent: unbounded). room: rises when something may fit that did not before.
+    """
+
+    def __init__(
+        self,
+        gpus: Mapping[str, int],
+        *,
+        roles: Mapping[str, GpuRole] = {},
+        hosts: Mapping[str, int] = {},
+        virtual: bool = False,
+    ) -> None:
         self.gpus = dict(gpus)
-        self._at = {gpu: i for i, gpu in enumerate(self.gpus)}
-        self._placed: dict[str, list[Placed]] = {gpu: [] for gpu in self.gpus}
+        self.virtual = virtual
+        self.room = 0
+        self._roles, self._hosts = dict(roles), dict(hosts)
+        self._homes: dict[str, Home] = {}
+        self._jobs: dict[str, dict[Card, int]] = {}  # job -> its GPUs -> how many of its gangs are there
+        self._nodes: dict[str, Node] = {}
+        self._cards: dict[str, Card] = {}
+        self._empty: Floor | None = None
+        for gpu, size in self.gpus.items():
+            name = gpu.rpartition(":")[0]
+            node = self._nodes.setdefault(name, Node(name, len(self._nodes), self._hosts.get(name)))
+            card = self._cards[gpu] = Card(gpu, len(self._cards), size, self._roles.get(gpu, GpuRole.ANY), node)
+            for role in Role:
+                if card.role in FITS[role]:
+                    node.cards[role].append(card)
+        self._seats = Seats(list(self._nodes.values()), lazy=virtual)
+
+    # --- what is there ------------------------------------------------------------------------------------------------
 
     def on(self, gpu: str) -> list[Placed]:
         """What is placed on a GPU, by offset."""
-        return self._placed[gpu]
+        return self._cards[gpu].placed
 
-    def choose(self, spec: GroupSpec, placement: str) -> Placement:
-        """Place every gang of the group and keep its extents. Raises DoesNotFit and then keeps nothing."""
-        size = -(-spec.device_bytes // ALIGN) * ALIGN
-        gangs: list[Gang] = []
-        try:
-            for replica in range(spec.replicas):
-                gpus = self._gpus(spec, size, PLACEMENTS[placement], gangs)
-                extents = tuple(Extent(self._offset(gpu, size, spec.owner), size) for gpu in gpus)
-                gang = Gang(f"{spec.group}/{replica}", spec.group, gpus, extents)
-                self._occupy(gang, spec.owner)
-                gangs.append(gang)
-        except DoesNotFit:
-            self.vacate(spec.group, gangs)
-            raise
-        return Placement(spec.group, tuple(gangs))
+    def residual(self, gpu: str) -> int:
+        """Bytes that the processes placed on a GPU keep whether or not they are resident."""
+        return self._cards[gpu].residual
 
-    def occupy(self, placement: Placement, owner: str) -> None:
-        """Keep the extents of a placement made earlier. Raises BadInput if a GPU or its size is not the same."""
+    def host_used(self, node: str) -> int:
+        """Host bytes promised to the gangs on a node."""
+        return self._nodes[node].used
+
+    def has(self, job: str) -> bool:
+        """Whether anything of the job is placed."""
+        return job in self._jobs
+
+    def where(self, group: str) -> Placement | None:
+        """The place of a group, if it has one."""
+        home = self._homes.get(group)
+        return home and home.placement
+
+    def predicted_stretch(self, gpu: str) -> float:
+        """The predicted stretch of the member of the GPU that suffers most; 1 on an empty one."""
+        return self._cards[gpu].worst
+
+    def stretch_of(self, job: str) -> float:
+        """The predicted stretch of a job: the worst over its GPUs; 1 for a job that has none."""
+        return max((card.stretch(job) for card in self._jobs.get(job, ())), default=1.0)
+
+    def usable(self, spec: GroupSpec) -> list[str]:
+        """The GPUs on which the group could ever be, by role and size."""
+        size = self._size(spec)
+        return [c.name for c in self._cards.values() if c.role in FITS[spec.role] and c.bytes >= size]
+
+    # --- placing ------------------------------------------------------------------------------------------------------
+
+    def choose(self, spec: GroupSpec, policy: Rules, tenant: Tenant) -> Placement:
+        """Place every gang of the group and keep it. Raises DoesNotFit, keeping nothing; BadInput if it is placed."""
+        placement = self._choose(spec, policy, tenant, ())
+        if placement is None:
+            raise self._refusal(spec, policy, tenant)
+        return placement
+
+    def choose_all(
+        self, specs: Sequence[GroupSpec], policy: Rules, tenant: Tenant, *, avoid: Collection[str] = ()
+    ) -> tuple[Placement, ...] | None:
+        """Place all groups of a job, answered in the order of `specs`, or none (None: no room now).
+
+        avoid: GPUs not to be used.
+        """
+        if self._all(specs, policy, tenant, avoid) is not None:
+            return None
+        return tuple(self._homes[spec.group].placement for spec in specs)
+
+    def possible(self, specs: Sequence[GroupSpec], policy: Rules, tenant: Tenant) -> None:
+        """Raises DoesNotFit when the groups would not fit together even if the pool were empty."""
+        if self._empty is None:
+            self._empty = Floor(self.gpus, roles=self._roles, hosts=self._hosts, virtual=self.virtual)
+        missing = self._empty._all(specs, policy, tenant, ())
+        if missing is None:
+            for spec in specs:
+                self._empty.vacate(spec.group)
+            return
+        self._empty.choose(missing, policy, tenant)  # says why if it fits not even alone
+        self._empty.vacate(missing.group)
+        raise DoesNotFit(
+            f"the {len(specs)} worker groups of job {tenant.job} do not fit the empty pool together: no place is left "
+            f"for {missing.group}",
+            "Ask for fewer or smaller groups, or for a pool with more GPUs or host memory",
+        )
+
+    def occupy(self, placement: Placement, spec: GroupSpec, tenant: Tenant) -> None:
+        """Keep a placement made earlier. Raises BadInput if a GPU or its size is not the same."""
+        self._check_new(spec)
         for gang in placement.gangs:
             for gpu, extent in zip(gang.gpus, gang.extents, strict=True):
-                if extent.offset is None or extent.offset + extent.size > self.gpus.get(gpu, 0):
+                outside = (extent.offset or 0) + extent.size > self.gpus.get(gpu, 0)
+                if outside or (extent.offset is None) != self.virtual:
                     raise BadInput(
                         f"gang {gang.id} was placed on {gpu} at {extent.offset} with {extent.size} bytes, and that GPU "
-                        f"has {self.gpus.get(gpu, 0)}",
+                        f"has {self.gpus.get(gpu, 0)}{' at virtual addresses' if self.virtual else ''}",
                         "Start the pool with the GPUs and the device size that its journal was written with",
                     )
+        home = self._homes[spec.group] = Home(spec, tenant, placement, share(spec.duty, spec.role))
         for gang in placement.gangs:
-            self._occupy(gang, owner)
+            self._put(gang, home)
 
-    def vacate(self, group: str, gangs: tuple[Gang, ...] | list[Gang]) -> None:
-        """Give the group's extents back."""
-        gone = {gang.id for gang in gangs}
-        for gang in gangs:
-            for gpu in gang.gpus:
-                self._placed[gpu] = [p for p in self._placed[gpu] if p.gang not in gone]
+    def vacate(self, group: str) -> None:
+        """Give back what the group has. Raises KeyError for a group that is not placed."""
+        self._leave(group)
+        self.room += 1
 
-    def _occupy(self, gang: Gang, owner: str) -> None:
+    # --- after profiling ----------------------------------------------------------------------------------------------
+
+    def set_duty(self, group: str, duty: float) -> None:
+        """A gang of the group was measured to be busy this share of the time (0 to 1)."""
+        home = self._homes[group]
+        new = share(duty, home.spec.role)
+        for gang in home.placement.gangs:
+            for card in map(self._cards.__getitem__, gang.gpus):
+                card.shift(home.tenant.job, new - home.duty)
+                self._seats.changed(card.node)
+        self.room += new < home.duty
+        home.duty = new
+
+    def better(self, group: str, policy: Rules, tenant: Tenant) -> Placement | None:
+        """A place on other GPUs with at most `BETTER` of the predicted stretch that the group's GPUs have now, or None.
+
+        It is the place that the policy would choose today, were the group not there. Keeps nothing.
+        """
+        home = self._homes[group]
+        here = [gpu for gang in home.placement.gangs for gpu in gang.gpus]
+        now = max(map(self.predicted_stretch, here))
+        self._leave(group)
+        spec = _with_duty(home)
+        placement = self._choose(spec, policy, tenant, set(here))
+        found = None
+        if placement:
+            there = max(self.predicted_stretch(gpu) for gang in placement.gangs for gpu in gang.gpus)
+            found = placement if there <= BETTER * now else None
+            self._leave(group)
+        self._homes[group] = home
+        for gang in home.placement.gangs:
+            self._put(gang, home)
+        return found
+
+    def move(self, group: str, placement: Placement) -> None:
+        """The group lives elsewhere from now on. Raises BadInput, and moves nothing, as `occupy` does."""
+        home = self._homes[group]
+        self._leave(group)
+        try:
+            self.occupy(placement, _with_duty(home), home.tenant)
+        except BadInput:
+            self.occupy(home.placement, _with_duty(home), home.tenant)
+            raise
+        self.room += 1
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _size(self, spec: GroupSpec) -> int:
+        return spec.device_bytes if self.virtual else -(-spec.device_bytes // ALIGN) * ALIGN
+
+    def _check_new(self, spec: GroupSpec) -> None:
+        if spec.group in self._homes:
+            raise BadInput(f"worker group {spec.group} is placed already", "Remove it first")
+
+    def _all(
+        self, specs: Sequence[GroupSpec], policy: Rules, tenant: Tenant, avoid: Collection[str]
+    ) -> GroupSpec | None:
+        """Place all or nothing, the largest gangs first while whole nodes are left. Returns what did not fit."""
+        done: list[GroupSpec] = []
+        for spec in sorted(specs, key=lambda s: -s.gang_size):
+            if self._choose(spec, policy, tenant, avoid) is None:
+                for placed in done:
+                    self._leave(placed.group)
+                return spec
+            done.append(spec)
+        return None
+
+    def _choose(self, spec: GroupSpec, policy: Rules, tenant: Tenant, avoid: Collection[str]) -> Placement | None:
+        self._check_new(spec)
+        want = self._want(spec, policy, tenant, avoid)
+        home = Home(spec, tenant, Placement(spec.group, ()), want.duty)
+        gangs: list[Gang] = []
+        for replica in range(spec.replicas):
+            cards = self._seats.find(want)
+            if cards is None:
+                for gang in gangs:
+                    self._take(gang, home)
+                return None
+            extents = tuple(Extent(self._offset(card, want.size, tenant.job), want.size) for card in cards)
+            gang = Gang(f"{spec.group}/{replica}", spec.group, tuple(card.name for card in cards), extents)
+            for card in cards:
+                want.taken[card] = want.taken.get(card, 0) + 1
+                want.partners |= dict.fromkeys(card.duties)
+            self._put(gang, home)
+            gangs.append(gang)
+            want.own = self._jobs[tenant.job]
+        home.placement = Placement(spec.group, tuple(gangs))
+        self._homes[spec.group] = home
+        return home.placement
+
+    def _want(self, spec: GroupSpec, policy: Rules, tenant: Tenant, avoid: Collection[str]) -> Want:
+        own = self._jobs.get(tenant.job, {})
+        partners = {tenant.job: None}
+        for card in own:
+            partners |= dict.fromkeys(card.duties)
+        near = dict.fromkeys(card.node for card in own)
+        rank = self._rank(policy.placement)
+        if rank is spread:  # the nodes of the job and of its partners, a few
+            cards = chain.from_iterable(self._jobs.get(job, ()) for job in partners)
+            near = dict.fromkeys(islice(dict.fromkeys(card.node for card in cards), NEAR))
+        return Want(
+            job=tenant.job,
+            role=spec.role,
+            count=spec.gang_size,
+            duty=share(spec.duty, spec.role),
+            size=self._size(spec),
+            residual=spec.residual_bytes,
+            host=spec.host_bytes,
+            bounds=bounds(policy.max_stretch),
+            mask=1 << CLASSES.index(tenant.kind),
+            rank=rank,
+            isolated=policy.placement == "isolated",
+            own=own,
+            near=near,
+            partners=partners,
+            taken={},
+            avoid=avoid,
+        )
+
+    def _rank(self, placement: str) -> Rank:
+        if placement.startswith("spread"):
+            return spread
+        return heap if placement == "pack" and self.virtual else fill
+
+    def _put(self, gang: Gang, home: Home) -> None:
+        job, kind = home.tenant.job, home.tenant.kind
+        cards = self._jobs.setdefault(job, {})
         for gpu, extent in zip(gang.gpus, gang.extents, strict=True):
-            self._placed[gpu].append(Placed(gang.id, owner, extent.offset, extent.offset + extent.size))
-            self._placed[gpu].sort(key=lambda p: (p.start, p.gang))
+            card, start = self._cards[gpu], extent.offset or 0
+            placed = Placed(gang.id, gang.group, job, start, start + extent.size, home.spec.residual_bytes)
+            card.put(placed, kind, home.duty)
+            card.node.used += home.spec.host_bytes
+            cards[card] = cards.get(card, 0) + 1
+            self._seats.changed(card.node)
 
-    def _gpus(self, spec: GroupSpec, size: int, rank: "Rank", siblings: list[Gang]) -> tuple[str, ...]:
-        """The GPUs of one more gang: if possible not its siblings' and on one node; then by the placement's rank."""
-        big_enough = [gpu for gpu, capacity in self.gpus.items() if capacity >= size]
-        if len(big_enough) < spec.gang_size:
-            raise DoesNotFit(
-                f"worker group {spec.group} needs {spec.gang_size} GPUs with {size} bytes each, and the pool has "
-                f"{len(big_enough)} such GPUs (the largest has {max(self.gpus.values(), default=0)} bytes)",
-                "Use a smaller model or gang, fewer LoRA slots or KV bytes, or a pool with larger GPUs",
-            )
-        taken = [gpu for gang in siblings for gpu in gang.gpus]
-        ranked = []
-        for gpu in big_enough:
-            key = rank(self, spec.owner, gpu)
-            if key is not None:
-                ranked.append(((taken.count(gpu), *key), self._at[gpu], gpu))
-        if len(ranked) < spec.gang_size:
-            raise DoesNotFit(
-                f"worker group {spec.group} needs {spec.gang_size} GPUs that no other job uses, and {len(ranked)} are "
-                f"left for job {spec.owner}",
-                "Wait for a job to end, ask for fewer GPUs, or let the pool share them (scheduler.placement: pack)",
-            )
-        ranked.sort()
-        nodes: dict[str, list] = {}
-        for entry in ranked:
-            nodes.setdefault(entry[2].rpartition(":")[0], []).append(entry)
-        whole = [entries[: spec.gang_size] for entries in nodes.values() if len(entries) >= spec.gang_size]
-        # The worst member decides between nodes: a gang is as good as its most loaded GPU.
-        chosen = min(whole, key=lambda entries: entries[::-1]) if whole else ranked[: spec.gang_size]
-        return tuple(gpu for _, _, gpu in sorted(chosen, key=lambda entry: entry[1]))
+    def _take(self, gang: Gang, home: Home) -> None:
+        cards = self._jobs[home.tenant.job]
+        for gpu in gang.gpus:
+            card = self._cards[gpu]
+            card.take(gang.id, home.duty)
+            card.node.used -= home.spec.host_bytes
+            cards[card] -= 1
+            if not cards[card]:
+                del cards[card]
+            self._seats.changed(card.node)
+        if not cards:
+            del self._jobs[home.tenant.job]
 
-    def _offset(self, gpu: str, size: int, owner: str) -> int:
-        placed, capacity = self._placed[gpu], self.gpus[gpu]
+    def _leave(self, group: str) -> None:
+        home = self._homes.pop(group)
+        for gang in home.placement.gangs:
+            self._take(gang, home)
+
+    def _offset(self, card: Card, size: int, owner: str) -> int | None:
+        if self.virtual:
+            return None
+        placed = card.placed
         # The overlap is piecewise linear in the offset, so its minimum lies at one of these.
-        last = (capacity - size) // ALIGN * ALIGN
+        last = (card.bytes - size) // ALIGN * ALIGN
         edges = {0, last, *(p.end for p in placed), *(p.start - size for p in placed)}
 
         def cost(offset: int) -> tuple[int, int, int]:
@@ -119,21 +335,36 @@ class Floor:
 
         return min((edge for edge in edges if 0 <= edge <= last), key=cost)
 
+    def _refusal(self, spec: GroupSpec, policy: Rules, tenant: Tenant) -> DoesNotFit:
+        """Why the group does not fit, with figures."""
+        want = self._want(spec, policy, tenant, ())
+        usable = [self._cards[gpu] for gpu in self.usable(spec)]
+        needs = f"worker group {spec.group} needs {spec.gang_size} GPUs"
+        if len(usable) < spec.gang_size:
+            role = f" for {spec.role}" if self._roles else ""
+            return DoesNotFit(
+                f"{needs}{role} with {want.size} bytes each, and the pool has {len(usable)} such GPUs "
+                f"(the largest has {max(self.gpus.values(), default=0)} bytes)",
+                "Use a smaller model or gang, fewer LoRA slots or KV bytes, or a pool with larger GPUs",
+            )
+        if want.isolated:
+            left = [card for card in usable if card.duties.keys() <= {want.job}]
+            if len(left) < spec.gang_size:
+                return DoesNotFit(
+                    f"{needs} that no other job uses, and {len(left)} are left for job {want.job}",
+                    "Wait for a job to end, ask for fewer GPUs, or let the pool share them (scheduler.placement: pack)",
+                )
+        full = sum(not card.holds(want) for card in usable)
+        slow = sum(card.holds(want) and card.load_with(want) is None for card in usable)
+        short = sum(n.host is not None and n.used + want.host > n.host for n in self._nodes.values())
+        return DoesNotFit(
+            f"{needs} for each of its {spec.replicas} gangs; of {len(usable)} GPUs {full} are full, on {slow} a job "
+            f"would be slowed down beyond its class's bound, and {short} nodes are short of host memory",
+            "Wait for a job to end, or ask for fewer GPUs or bytes" if self._homes else "Ask for fewer GPUs or bytes",
+        )
 
-Rank = Callable[[Floor, str, str], tuple[int, ...] | None]
 
-
-def pack(floor: Floor, owner: str, gpu: str) -> tuple[int, ...]:
-    """The owner's GPUs first, then GPUs in use, then empty ones; the least filled among equals."""
-    placed = floor.on(gpu)
-    return (all(p.owner != owner for p in placed), not placed, sum(p.end - p.start for p in placed))
-
-
-def isolated(floor: Floor, owner: str, gpu: str) -> tuple[int, ...] | None:
-    """The owner's GPUs first, then empty ones; never another's."""
-    if any(p.owner != owner for p in floor.on(gpu)):
-        return None
-    return pack(floor, owner, gpu)
-
-
-PLACEMENTS: dict[str, Rank] = {"isolated": isolated, "pack": pack}
+def _with_duty(home: Home) -> GroupSpec:
+    """The group's spec with the duty that is known by now."""
+    fields = {name: getattr(home.spec, name) for name in home.spec.__struct_fields__}
+    return GroupSpec(**fields | {"duty": home.duty / 1_000_000})

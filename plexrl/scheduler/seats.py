@@ -1,0 +1,248 @@
+"""The search for the GPUs of one gang: on one node if it fits there, else on the fewest nodes, by a placement's rank.
+
+Nodes are kept in order of load, so that a search looks at few of them: at most `LOOK` nodes that can take the gang are
+compared (ours). What changed since the last search is put in order at the next one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from plexrl.scheduler.load import ONE, Card
+from plexrl.types import GpuRole, Role
+
+LOOK = 8
+NEAR = 4  # of which so many, at most, are nodes of the job and of its partners
+BAND = ONE // 10  # loads within one band are equal to `spread`
+FITS = {role: (GpuRole(role), GpuRole.ANY) for role in Role}
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A node's GPUs. host: its budget for state off the device, bytes (None: unbounded), of which `used` are promised.
+
+    cards, loads: by the role of a group, the GPUs that may take it and their loads in ascending order.
+    """
+
+    name: str
+    at: int
+    host: int | None
+    used: int = 0
+    cards: dict[Role, list[Card]] = field(default_factory=lambda: {role: [] for role in Role})
+    loads: dict[Role, list[int]] = field(default_factory=lambda: {role: [] for role in Role})
+
+    def weigh(self) -> None:
+        """Say again how loaded the GPUs are."""
+        self.loads = {role: sorted(card.load for card in cards) for role, cards in self.cards.items()}
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Want:
+    """What is looked for: GPUs for one gang. Sizes in bytes per GPU, duty in millionths.
+
+    bounds, mask: see `load.bounds`; mask is the job's own class. rank: how a GPU compares, the least first. isolated:
+    no GPU of another job. own: GPUs where the job is; near: nodes to look at first; partners: the job and those with
+    whom it shares a GPU. taken: GPU -> how many gangs of this group are there. avoid: GPUs not to be used.
+    """
+
+    job: str
+    role: Role
+    count: int
+    duty: int
+    size: int
+    residual: int
+    host: int
+    bounds: tuple[float, ...]
+    mask: int
+    rank: Rank
+    isolated: bool
+    own: Collection[Card]
+    near: dict[Node, None]
+    partners: dict[str, None]
+    taken: dict[Card, int]
+    avoid: Collection[str]
+
+
+Rank = Callable[[Card, Want, int], tuple[int, ...]]
+Entry = tuple[tuple[int, ...], int, Card]  # a GPU's rank, its number, itself; the number decides among equals
+
+
+class Order:
+    """Nodes sorted by a figure that changes with their load; nodes without the figure are left out."""
+
+    def __init__(self, figure: Callable[[Node], int | None], nodes: list[Node]) -> None:
+        self._figure = figure
+        self._values = {node.at: figure(node) for node in nodes}
+        self.line = sorted((value, at) for at, value in self._values.items() if value is not None)
+
+    def update(self, node: Node) -> None:
+        old, new = self._values[node.at], self._figure(node)
+        if old == new:
+            return
+        del self.line[bisect_left(self.line, (old, node.at))]
+        insort(self.line, (new, node.at))
+        self._values[node.at] = new
+
+
+class Seats:
+    """All nodes, in the orders that searches have asked for so far."""
+
+    def __init__(self, nodes: list[Node], lazy: bool) -> None:
+        """lazy: a search may stop at `LOOK` nodes; else it compares all of them."""
+        self._nodes = nodes
+        self._look = LOOK if lazy else len(nodes)
+        self._orders: dict[tuple[Role, int], Order] = {}
+        self._changed: dict[Node, None] = {}
+        self._widest = {role: max((len(node.cards[role]) for node in nodes), default=0) for role in Role}
+        for node in nodes:
+            node.weigh()
+
+    def changed(self, node: Node) -> None:
+        """The load of a GPU of this node is another now."""
+        self._changed[node] = None
+
+    def find(self, want: Want) -> list[Card] | None:
+        """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'."""
+        for search in (self._on_one, self._over_many):
+            for fresh in (True, False) if want.taken else (True,):
+                found = search(want, fresh)
+                if found:
+                    return [card for _, _, card in sorted(found, key=lambda entry: entry[1])]
+        return None
+
+    def entries(self, node: Node, want: Want, fresh: bool) -> list[Entry]:
+        """The node's GPUs that may take the gang, the best first, no more than its host memory allows."""
+        entries = []
+        for card in node.cards[want.role]:
+            taken = want.taken.get(card, 0)
+            if (fresh and taken) or not card.holds(want) or card.name in want.avoid:
+                continue
+            if want.isolated and len(card.duties) > (want.job in card.duties):
+                continue
+            load = card.load_with(want)
+            if load is not None:
+                entries.append(((taken, *want.rank(card, want, load)), card.at, card))
+        entries.sort()
+        if want.host and node.host is not None:
+            del entries[max(0, node.host - node.used) // want.host :]
+        return entries
+
+    def _on_one(self, want: Want, fresh: bool) -> list[Entry] | None:
+        best: tuple[list[Entry], list[Entry]] | None = None
+        seen = 0
+        if want.count > self._widest[want.role]:
+            return None
+        for node in self._walk(want, want.count):
+            entries = self.entries(node, want, fresh)[: want.count]
+            if len(entries) < want.count:
+                continue
+            # The worst member decides between nodes: a gang is as good as its most loaded GPU.
+            key = entries[::-1]
+            if best is None or key < best[0]:
+                best = key, entries
+            seen += 1
+            if seen == self._look:
+                break
+        return best and best[1]
+
+    def _over_many(self, want: Want, fresh: bool) -> list[Entry] | None:
+        # Enough whole nodes, the best of them; where they are too few, whatever there is.
+        parts = self._parts(want, fresh, self._widest[want.role])
+        if sum(map(len, parts)) < want.count:
+            parts = self._parts(want, fresh, 1)
+        if sum(map(len, parts)) < want.count:
+            return None
+        # The fullest first makes them the fewest; the last is the best one that has what is still missing.
+        parts.sort(key=lambda part: (-len(part), part[::-1]))
+        found: list[Entry] = []
+        while len(found) < want.count:
+            left = want.count - len(found)
+            enough = [part for part in parts if len(part) >= left]
+            part = min(enough, key=lambda part: part[left - 1 :: -1]) if enough else parts[0]
+            parts.remove(part)
+            found += part[:left]
+        return found
+
+    def _parts(self, want: Want, fresh: bool, count: int) -> list[list[Entry]]:
+        """The entries of the nodes that have any; no more nodes than it takes whole ones."""
+        parts: list[list[Entry]] = []
+        missing = want.count
+        for node in self._walk(want, count):
+            entries = self.entries(node, want, fresh)
+            if entries:
+                parts.append(entries)
+                missing -= len(entries) if len(entries) == self._widest[want.role] else 0
+            if missing <= 0 and self._look < len(self._nodes):
+                break
+        return parts
+
+    def _walk(self, want: Want, count: int) -> Iterator[Node]:
+        """Nodes that may have `count` GPUs for the gang, the likely best first.
+
+        Where the job has nothing, its duty must fit on top of the load of the GPUs; where it is already, the load may
+        not even grow, so that those nodes are looked at whatever their load.
+        """
+        self._refresh()
+        if self._look == len(self._nodes):
+            yield from self._nodes
+            return
+        yield from want.near
+        room = 0 if want.isolated else want.bounds[want.mask] - want.duty
+        low = self._order(want.role, count).line
+        if low and low[0][0] <= room:
+            line = self._order(want.role, 0).line if want.rank is heap else low
+            for _, at in line:
+                node = self._nodes[at]
+                loads = node.loads[want.role]
+                if len(loads) < count or loads[count - 1] > room:
+                    if line is low:
+                        break
+                elif node not in want.near:
+                    yield node
+        for node in dict.fromkeys(card.node for card in want.own):
+            loads = node.loads[want.role]
+            if node not in want.near and len(loads) >= count and loads[count - 1] > room:
+                yield node
+
+    def _order(self, role: Role, count: int) -> Order:
+        """Nodes by the load of their count-th least loaded GPU; count 0: by the load of all, the most loaded first."""
+        order = self._orders.get((role, count))
+        if order is None:
+
+            def figure(node: Node) -> int | None:
+                loads = node.loads[role]
+                if not count:
+                    return -sum(loads) if loads else None
+                return loads[count - 1] if len(loads) >= count else None
+
+            order = self._orders[role, count] = Order(figure, self._nodes)
+        return order
+
+    def _refresh(self) -> None:
+        for node in self._changed:
+            node.weigh()
+            for order in self._orders.values():
+                order.update(node)
+        self._changed.clear()
+
+
+def fill(card: Card, want: Want, load: int) -> tuple[int, ...]:
+    """The job's own GPUs first, then GPUs in use, then empty ones; the least filled among equals."""
+    return (want.job not in card.duties, not card.placed, card.filled)
+
+
+def heap(card: Card, want: Want, load: int) -> tuple[int, ...]:
+    """The job's own GPUs first, then GPUs in use, then empty ones; the most loaded among equals."""
+    return (want.job not in card.duties, not card.placed, -load)
+
+
+def spread(card: Card, want: Want, load: int) -> tuple[int, ...]:
+    """The least predicted load first, in bands; then the fewest jobs that are no partners yet; then complementary load:
+    where the members' duties are small, an arrival waits less (the sum of d*d)."""
+    strangers = 0
+    for job in card.duties:
+        if job not in want.partners:
+            strangers += 1
+    return (load // BAND, strangers, card.squares, load)
