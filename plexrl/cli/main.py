@@ -20,6 +20,7 @@ GROUPS = {
     "pool": (ADMINS, "Declare, start, watch, drain and stop pools."),
     "config": (ADMINS, "Check a plexrl.yaml."),
     "model": (ADMINS, "Make model folders that a pool can serve."),
+    "simulate": (EVERYBODY, "Jobs on a simulated cluster, under the scheduler of the live pool."),
     "demo": (EVERYBODY, "Two RL jobs of two users share two GPUs on a development cluster."),
     "devcluster": (EVERYBODY, "A real Slurm on this one machine, for development and tests."),
 }

@@ -1,0 +1,167 @@
+"""`plexrl simulate`: a workload on a cluster that is not there, under the live scheduler and a virtual clock."""
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from plexrl.types import BadInput
+
+app = typer.Typer(add_completion=False)
+
+# name -> module of plexrl.sim.presets; each has preset(progress, seeds, trace) -> Found
+PRESETS = {"paper": "paper", "policies": "policies_preset", "philly": "philly"}
+
+
+@app.command()
+def simulate(
+    workload: str = typer.Option(
+        "",
+        metavar="W",
+        help="A family (mixed, equal, pair), with parameters as in mixed:nodes=8,jobs=12; or a file: a workload, or a "
+        "trace that a pool recorded.",
+    ),
+    policy: str = typer.Option(
+        "plexrl", metavar="P", help="isolated, pack, spread, spread_backfill, plexrl (our best setting), or all."
+    ),
+    seed: int | None = typer.Option(None, metavar="N", help="Of all draws; equal seeds give equal runs."),
+    config: Path | None = typer.Option(
+        None, metavar="plexrl.yaml", help="Take the policy `plexrl` from this file's scheduler section."
+    ),
+    preset: str = typer.Option(
+        "", metavar="NAME", help="An experiment with everything fixed: paper, policies or philly."
+    ),
+    seeds: int | None = typer.Option(
+        None, metavar="N", min=1, help="Seeds that a preset is run with; default: its own number."
+    ),
+    trace: Path | None = typer.Option(None, metavar="PATH", help="The Philly trace, for --preset philly."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write a page that plays the run back, turn by turn."),
+) -> None:
+    """Run jobs on a simulated cluster, under the scheduler of the live pool.
+
+    Times are of the virtual clock; nothing of the scheduler is simplified. Progress goes to stderr.
+    """
+    if bool(workload) == bool(preset):
+        raise BadInput("neither or both of --workload and --preset", "Give one: --workload pair, or --preset paper")
+    if preset:
+        _unused({"--seed": seed, "--config": config, "--policy": None if policy == "plexrl" else policy}, "--preset")
+        if preset not in PRESETS:
+            raise BadInput(f"no preset is called {preset!r}", f"Use one of {', '.join(PRESETS)}")
+        if trace is not None and preset != "philly":
+            raise BadInput(f"--trace has no meaning for the preset {preset}", "Leave it out")
+        module = importlib.import_module(f"plexrl.sim.presets.{PRESETS[preset]}")
+        with _progress(preset) as progress:
+            found = module.preset(progress, seeds, trace)
+    else:
+        _unused({"--seeds": seeds, "--trace": trace}, "--workload")
+        from plexrl.sim.compare import compare
+
+        given = _workload(workload, seed)
+        policies = _policies(policy, config)
+        with _progress(given.name) as progress:
+            found = compare(given, policies, progress, keep_timeline=html is not None)
+    _tell(found, as_json, html)
+
+
+def _unused(options: dict[str, object], beside: str) -> None:
+    """Raises BadInput for an option that would be ignored."""
+    for name, value in options.items():
+        if value is not None:
+            raise BadInput(f"{name} has no meaning beside {beside}", "Leave one of them out")
+
+
+def _workload(text: str, seed: int | None) -> Any:
+    """A family with its parameters, or a file."""
+    from plexrl.sim.files import read
+    from plexrl.sim.generate import FAMILIES, generate
+
+    family, _, given = text.partition(":")
+    if family in FAMILIES:
+        return generate(family, seed or 0, **_parameters(given))
+    if not Path(text).exists():
+        families = ", ".join(FAMILIES)
+        raise BadInput(f"{text!r} is neither a family of workloads nor a file", f"Families: {families}")
+    return read(Path(text), seed)
+
+
+def _parameters(text: str) -> dict[str, Any]:
+    """nodes=8,lag=1 as values; a comma inside brackets does not part."""
+    found: dict[str, Any] = {}
+    for part in _parts(text):
+        name, equals, value = part.partition("=")
+        if not equals or not name:
+            raise BadInput(f"--workload: {part!r} is no parameter", "Write name=value")
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise BadInput(f"--workload: {name}: {value!r} is no value", "Write a number, or [low, high]") from error
+    return found
+
+
+def _parts(text: str) -> Iterator[str]:
+    part, depth = "", 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth:
+            yield part
+            part = ""
+        else:
+            part += letter
+    if part:
+        yield part
+
+
+def _policies(name: str, config: Path | None) -> dict[str, Any]:
+    from plexrl.scheduler import Policy
+    from plexrl.sim.named import POLICIES, named
+
+    known = dict(POLICIES)
+    if config is not None:
+        from plexrl.config import load
+
+        if name not in ("plexrl", "all"):
+            raise BadInput(f"--config gives the policy plexrl, not {name}", "Leave --policy out, or give all")
+        known["plexrl"] = Policy(**load(config).scheduler.model_dump())
+    if name == "all":
+        return known
+    named(name)
+    return {name: known[name]}
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr while the work lasts; called with the share that is done and what is being done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda share, words: bar.update(task, completed=share, description=f"{what}: {words}")
+
+
+def _tell(found: Any, as_json: bool, html: Path | None) -> None:
+    if html is not None:
+        from plexrl.sim.page import document, section, table
+
+        head = section("Figures", table(found.columns, found.rows), " ".join(found.notes))
+        text = document(found.title, found.words, [head, *found.sections], found.runs)
+        try:
+            html.write_text(text, encoding="utf-8")
+        except OSError as error:
+            what = f"{html} cannot be written ({error.strerror})"
+            raise BadInput(what, "Name a file in a folder of yours") from error
+    if as_json:
+        print(json.dumps({"title": found.title, "rows": found.rows, **found.more, "notes": found.notes}, indent=2))
+        return
+    from plexrl.sim.table import show
+
+    show(found.title, found.columns, found.rows, found.notes)
+    if html is not None:
+        print(f"\n{html}: the same with curves and a player")

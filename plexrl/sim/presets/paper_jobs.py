@@ -1,0 +1,129 @@
+"""Workloads of the preset `paper`: its jobs, and the clusters that they run on."""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from msgspec import structs
+
+from plexrl.scheduler.costs import ServiceModel, SwitchModel
+from plexrl.sim.draws import draw
+from plexrl.sim.generate import rollout_us, train_us
+from plexrl.sim.presets import paper_parameters as fixed
+from plexrl.sim.presets.paper_parameters import Setting
+from plexrl.sim.workload import Cluster, JobPlan, Lengths, Rollout, SamplePlan, TrainPlan, Workload
+
+NODE = 8
+CALLS = 4  # ours: sample calls per replica and step
+
+
+def job(
+    setting: Setting, name: str, seed: int, *, duty: float | None = None, variation: float | None = None
+) -> JobPlan:
+    """A job alone on R + T GPUs. duty: training's share of a step, else the published one's.
+
+    variation: of the lengths of steps (sd/mean); all samples of a step are equally long then. Else as in the facts.
+    """
+    lengths = Lengths(
+        max_tokens=setting.max_tokens,
+        mean_tokens=setting.mean_tokens,
+        sigma_prompt=fixed.SIGMA_PROMPT,
+        sigma_sample=fixed.SIGMA_SAMPLE,
+        drift=fixed.DRIFT,
+    )
+    if variation is not None:
+        lengths = structs.replace(
+            lengths, max_tokens=1_000_000, sigma_prompt=0.0, sigma_sample=0.0, at_cap=0.0, drift=variation, memory=0.0
+        )
+    plan = JobPlan(
+        job=name,
+        user=name,
+        account=name,
+        model=setting.model,
+        lag=fixed.LAG,
+        steps=fixed.STEPS,
+        train=_trainer(setting, setting.train_gpus, 0.0),
+        sample=SamplePlan(
+            replicas=setting.sample_gpus // setting.replica_gpus,
+            gpus=setting.replica_gpus,
+            device_bytes=setting.weight_bytes // setting.replica_gpus,
+            host_bytes=setting.weight_bytes // setting.replica_gpus,
+            residual_bytes=fixed.RESIDUAL_BYTES,
+            build_us=fixed.BUILD_US,
+            service=ServiceModel(
+                prefill_us_per_token=setting.prefill_us_per_token,
+                decode_base_us=setting.decode_base_us,
+                decode_us_per_sequence=setting.decode_sequence_us,
+            ),
+        ),
+        rollout=Rollout(prompts=setting.prompts, group=setting.group, lengths=lengths, calls=CALLS),
+    )
+    works = [draw(plan, step, seed) for step in range(fixed.STEPS)]
+    wanted = (setting.train_share if duty is None else duty) * sum(rollout_us(plan, work) for work in works)
+    each = (wanted - sum(train_us(plan, work) for work in works)) / sum(work.train_tokens for work in works)
+    return structs.replace(plan, train=_trainer(setting, setting.train_gpus, max(0.0, each)))
+
+
+def _trainer(setting: Setting, gpus: int, us_per_token: float) -> TrainPlan:
+    """us_per_token: of the gang of so many GPUs."""
+    state = setting.state_bytes // gpus
+    return TrainPlan(
+        gpus=gpus,
+        device_bytes=state,
+        host_bytes=state,
+        residual_bytes=fixed.RESIDUAL_BYTES,
+        service=ServiceModel(train_us_per_token=us_per_token),
+        publish_us=round(setting.publish_us),
+        build_us=fixed.BUILD_US,
+    )
+
+
+def resized(setting: Setting, plan: JobPlan, gpus: int) -> JobPlan:
+    """The same job with a trainer of another size, as fast per GPU as before."""
+    each = plan.train.service.train_us_per_token * plan.train.gpus / gpus
+    return structs.replace(plan, train=_trainer(setting, gpus, each))
+
+
+def right_size(setting: Setting) -> int:
+    """Training GPUs of a right-sized split: the fewest that hold the state and are busy at most RIGHT_SIZED_DUTY.
+
+    Whole nodes, or 1, 2 or 4 GPUs of one.
+    """
+    room = fixed.GPU_BYTES - fixed.RESIDUAL_BYTES
+    need = max(setting.state_bytes / room, setting.train_gpus * setting.train_share / fixed.RIGHT_SIZED_DUTY)
+    sizes = [1, 2, 4, *range(NODE, setting.train_gpus, NODE)]
+    return next((size for size in sizes if size >= need), setting.train_gpus)
+
+
+def staggered(plans: Sequence[JobPlan], step_us: float) -> tuple[JobPlan, ...]:
+    """Jobs that arrive a k-th of a step apart."""
+    apart = step_us / len(plans) if fixed.STAGGER else 0.0
+    return tuple(structs.replace(plan, arrival_us=round(number * apart)) for number, plan in enumerate(plans))
+
+
+def workload(name: str, plans: Sequence[JobPlan], seed: int, *, train: int, sample: int, both: int = 0) -> Workload:
+    """GPUs for trainers, for samplers and for both; each a whole number of nodes."""
+    per_node = min(NODE, *(gpus for gpus in (train, sample, both) if gpus))
+    cluster = Cluster(
+        nodes=(train + sample + both) // per_node,
+        per_node=per_node,
+        bytes=fixed.GPU_BYTES,
+        host_bytes=fixed.HOST_BYTES * per_node // NODE,
+        train_nodes=train // per_node,
+        sample_nodes=sample // per_node,
+    )
+    switch = SwitchModel(
+        gbps_in=fixed.SWITCH_GBPS,
+        gbps_out=fixed.SWITCH_GBPS,
+        overhead_us=round(fixed.SWITCH_OVERHEAD_US),
+        exchange=fixed.SWITCH_EXCHANGE,
+    )
+    return Workload(name=name, gpus=cluster, jobs=tuple(plans), switch=switch, seed=seed)
+
+
+def pool_of_all(setting: Setting, k: int, busy: Iterable[float]) -> int:
+    """GPUs of layout shared_all, in whole nodes: for SHARED_ALL_DUTY, and the trainer must fit.
+
+    busy: GPUs that each job keeps busy on average when it is alone.
+    """
+    need = k * fmean(busy) / fixed.SHARED_ALL_DUTY
+    return max(-(-need // NODE) * NODE, setting.train_gpus)
