@@ -80,9 +80,11 @@ class Result(Struct, frozen=True, kw_only=True):
 
     policy: the policy's name as it was asked for, with placement and order beside it. workload, digest, seed: what was
     run. gpus: of the cluster. wall_us: from 0 to the last job's end. held_us: GPU time in which a GPU belonged to at
-    least one job. classes: GPU time by class of rule 11; their sum is wall_us x gpus. switches: loads of a gang in a turn of its own; prefetches: loads behind another's turn; hidden_us: GPU time of
-    those copies. jobs_refused: name -> why it could never be placed. events: calls of a Scheduler's event method.
-    wall_s: real seconds that the run took. timeline, marks: empty unless kept. steps: every step of every job.
+    least one job. classes: GPU time by class of rule 11; their sum is wall_us x gpus. switches: loads of a gang in a
+    turn of its own; prefetches: loads beside another's turn; hidden_us: GPU time of those copies. train_busy_us,
+    train_held_us: GPU time that trainers computed, and that a GPU belonged to at least one trainer. jobs_refused:
+    name -> why it could never be placed. events: calls of a Scheduler's event method. wall_s: real seconds that the
+    run took. steps: every step of every job. timeline, marks: empty unless kept.
     """
 
     policy: str
@@ -103,6 +105,8 @@ class Result(Struct, frozen=True, kw_only=True):
     gathers: int
     relocations: int
     hidden_us: int
+    train_busy_us: int
+    train_held_us: int
     jobs_refused: dict[str, str]
     events: int
     wall_s: float

@@ -1,0 +1,312 @@
+"""A job's program on the virtual clock: a closed loop that submits its next calls when it was given the last results.
+
+Drawn: roll out, think for the reward, train, publish, again; synchronous or one step ahead. Recorded: the calls of a
+real run, each think time after what it had waited for there. Times in integer microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from plexrl.sim.draws import draw
+from plexrl.sim.engine import SampleTask, TrainTask
+from plexrl.sim.result import StepSpan
+from plexrl.types import BadInput, Call, CallKind, GroupSpec, Role
+
+if TYPE_CHECKING:
+    from plexrl.sim.cluster import VirtualCluster
+    from plexrl.sim.workload import JobPlan, StepWork
+
+GAP_US = 20_000  # ours: from a result to the client's next call, by way of its proxy and the head
+
+
+class Program:
+    """What every job has: names, the order of its calls, and an end. Groups may be shared by jobs of one base.
+
+    placed_us, start_us, end_us: -1 until then. version: how many times it published. steps: those that it did.
+    """
+
+    __slots__ = (
+        "_sampled_calls",
+        "_seq",
+        "cluster",
+        "end_us",
+        "on_end",
+        "placed_us",
+        "plan",
+        "sample_group",
+        "start_us",
+        "steps",
+        "tokens",
+        "train_group",
+        "version",
+    )
+
+    def __init__(self, cluster: VirtualCluster, plan: JobPlan, on_end: Callable[[Program], None]) -> None:
+        self.cluster = cluster
+        self.plan = plan
+        self.on_end = on_end
+        owner = f"base-{plan.base}" if plan.base else plan.job
+        self.train_group = f"{owner}.train"
+        self.sample_group = f"{owner}.sample"
+        self.placed_us = self.start_us = self.end_us = -1
+        self.version = 0
+        self.tokens = 0
+        self.steps: list[StepSpan] = []
+        self._seq = 0
+        self._sampled_calls = 0
+
+    def specs(self, duty: tuple[float | None, float | None]) -> tuple[GroupSpec, GroupSpec]:
+        """Its worker groups, owned by it. duty: expected of trainer and sampler."""
+        train, sample = self.plan.train, self.plan.sample
+        return (
+            GroupSpec(
+                group=self.train_group,
+                role=Role.TRAIN,
+                owner=self.plan.job,
+                gang_size=train.gpus,
+                replicas=1,
+                device_bytes=train.device_bytes,
+                host_bytes=train.host_bytes,
+                residual_bytes=train.residual_bytes,
+                duty=duty[0],
+            ),
+            GroupSpec(
+                group=self.sample_group,
+                role=Role.SAMPLE,
+                owner=self.plan.job,
+                gang_size=sample.gpus,
+                replicas=sample.replicas,
+                device_bytes=sample.device_bytes,
+                host_bytes=sample.host_bytes,
+                residual_bytes=sample.residual_bytes,
+                duty=duty[1],
+            ),
+        )
+
+    def start(self) -> None:
+        """Its engines are built."""
+        raise NotImplementedError
+
+    def _train(self, kind: CallKind, work_us: int, units: int, step: int, done: Callable[[TrainTask], None]) -> None:
+        job = self.plan.job
+        self._seq += 1
+        call = Call(
+            id=f"{job}:{self._seq}",
+            kind=kind,
+            group=self.train_group,
+            deployment=job,
+            job=job,
+            seq=self._seq,
+            cost_us=work_us,
+            units=units,
+        )
+        self.cluster.submit(call, TrainTask(call.id, done, kind=kind, work_us=work_us, units=units, step=step))
+
+    def _sample(
+        self,
+        step: int,
+        done: Callable[[SampleTask], None],
+        *,
+        prompt: int,
+        tokens: float,
+        batch: int,
+        stall_us: int,
+        units: int,
+        expected_us: int,
+        expected_units: int,
+    ) -> None:
+        """expected_*: what can be known of it before it is drawn."""
+        job = self.plan.job
+        self._sampled_calls += 1
+        call = Call(
+            id=f"{job}.s:{self._sampled_calls}",
+            kind=CallKind.SAMPLE,
+            group=self.sample_group,
+            deployment=job,
+            job=job,
+            cost_us=expected_us,
+            units=expected_units,
+        )
+        task = SampleTask(
+            call.id,
+            done,
+            deployment=job,
+            prompt=prompt,
+            tokens=tokens,
+            batch=batch,
+            stall_us=stall_us,
+            units=units,
+            version=self.version,
+            step=step,
+        )
+        self.cluster.submit(call, task)
+
+    def _end(self) -> None:
+        self.end_us = self.cluster.now
+        self.on_end(self)
+
+
+class Loop(Program):
+    """Steps drawn from the plan. seed: the workload's."""
+
+    __slots__ = ("_begun", "_open", "_rolled", "_rolling", "_seed", "_since", "_to_train", "_training")
+
+    def __init__(self, cluster: VirtualCluster, plan: JobPlan, seed: int, on_end: Callable[[Program], None]) -> None:
+        super().__init__(cluster, plan, on_end)
+        self._seed = seed
+        self._since: dict[int, int] = {}  # step -> begin of its rollout
+        self._begun = 0  # rollouts
+        self._rolled = 0  # rollouts that have ended
+        self._open = 0  # calls of the present rollout
+        self._rolling: StepWork
+        self._to_train: list[StepWork] = []  # rewarded
+        self._training = False
+
+    def start(self) -> None:
+        """Its engines are built: the first rollout."""
+        self.start_us = self.cluster.now
+        self._roll()
+
+    def _roll(self, _: None = None) -> None:
+        """Begin the next rollout: when the one before has ended, and the weights of the step before (lag 0), or of the
+        one before that (lag 1), are there."""
+        step = self._begun
+        if step == self.plan.steps or step > self._rolled or self.version < step - self.plan.lag:
+            return
+        self._begun += 1
+        self._since[step] = self.cluster.now
+        plan = self.plan
+        work = draw(plan, step, self._seed)
+        self._rolling = work
+        self._open = len(work.samples)
+        service, mean = plan.sample.service, plan.rollout.lengths.mean_tokens
+        for sample in work.samples:
+            self._sample(
+                step,
+                self._sampled,
+                prompt=sample.prompt_tokens,
+                tokens=sample.tokens,
+                batch=sample.sequences,
+                stall_us=sample.stall_us,
+                units=sample.units,
+                expected_us=service.sample_us(sample.prompt_tokens, int(mean), sample.sequences),
+                expected_units=max(1, int(mean * sample.sequences)),
+            )
+
+    def _sampled(self, task: SampleTask) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self._rolled += 1
+            cluster = self.cluster
+            cluster.at(cluster.now + self._rolling.reward_us, self._rewarded, self._rolling)
+            if self.plan.lag:
+                cluster.at(cluster.now + GAP_US, self._roll, None)
+
+    def _rewarded(self, work: StepWork) -> None:
+        self._to_train.append(work)
+        self._learn()
+
+    def _learn(self, _: None = None) -> None:
+        """Submit a step's training, one step at a time: gradients are accumulated over all calls, then applied once."""
+        if self._training or not self._to_train:
+            return
+        self._training = True
+        work, step, train = self._to_train.pop(0), self.version, self.plan.train
+        given = 0
+        for i in range(1, train.calls + 1):
+            tokens = work.train_tokens * i // train.calls - given
+            given += tokens
+            us = train.service.train_us(tokens)
+            self._train(CallKind.FORWARD_BACKWARD, us, max(1, tokens), step, self._forwarded)
+        self.tokens += given
+        self._train(CallKind.OPTIM_STEP, train.service.step_optimizer_us(), 1, step, self._stepped)
+
+    def _forwarded(self, task: TrainTask) -> None:
+        pass
+
+    def _stepped(self, task: TrainTask) -> None:
+        self.cluster.at(self.cluster.now + GAP_US, self._publish, task.step)
+
+    def _publish(self, step: int) -> None:
+        self._train(CallKind.PUBLISH, self.plan.train.publish_us, 1, step, self._published)
+
+    def _published(self, task: TrainTask) -> None:
+        cluster = self.cluster
+        self.version += 1
+        self._training = False
+        self.steps.append(StepSpan(self.plan.job, task.step, self._since.pop(task.step), cluster.now))
+        if self.version == self.plan.steps:
+            self._end()
+            return
+        cluster.at(cluster.now + GAP_US, self._roll, None)
+        if self._to_train:
+            cluster.at(cluster.now + GAP_US, self._learn, None)
+
+
+class Replay(Program):
+    """The calls of a recorded job, with their causal edges."""
+
+    __slots__ = ("_ended", "_given", "_open", "_released", "_spans")
+
+    def __init__(self, cluster: VirtualCluster, plan: JobPlan, on_end: Callable[[Program], None]) -> None:
+        super().__init__(cluster, plan, on_end)
+        if plan.sample.service.step_us(1) <= 0 and any(c.role is Role.SAMPLE for c in plan.recorded.calls):
+            raise BadInput(f"recorded job {plan.job} has samples, and decoding takes no time", "Fit its service model")
+        self._ended: set[int] = set()
+        self._given = 0  # results
+        self._released = 0
+        self._open = len(plan.recorded.calls)
+        self._spans: dict[int, list[int]] = {}
+
+    def start(self) -> None:
+        """Its engines are built."""
+        self.start_us = self.cluster.now
+        if self._open:
+            self._release()
+        else:
+            self._end()
+
+    def _release(self) -> None:
+        calls: Sequence = self.plan.recorded.calls
+        while self._released < len(calls) and calls[self._released].seen <= self._given:
+            call = calls[self._released]
+            self.cluster.at(self.cluster.now + call.think_us, self._submit, self._released)
+            self._released += 1
+
+    def _submit(self, index: int) -> None:
+        recorded = self.plan.recorded.calls[index]
+        span = self._spans.setdefault(recorded.step, [self.cluster.now, 0])
+        span[1] = self.cluster.now
+        if recorded.role is Role.TRAIN:
+            self._train(recorded.kind, recorded.service_us, recorded.units, index, self._over)
+            return
+        self._sample(
+            index,
+            self._over,
+            prompt=0,
+            tokens=max(1.0, recorded.service_us / self.plan.sample.service.step_us(1)),
+            batch=1,
+            stall_us=0,
+            units=recorded.units,
+            expected_us=recorded.service_us,
+            expected_units=recorded.units,
+        )
+
+    def _over(self, task: SampleTask | TrainTask) -> None:
+        recorded = self.plan.recorded
+        call = recorded.calls[task.step]
+        if call.kind is CallKind.FORWARD_BACKWARD:
+            self.tokens += call.units
+        elif call.kind is CallKind.PUBLISH:
+            self.version += 1
+        self._spans[call.step][1] = self.cluster.now
+        self._ended.add(task.step)
+        self._open -= 1
+        while self._given < len(recorded.delivered) and recorded.delivered[self._given] in self._ended:
+            self._given += 1
+            self._release()
+        if not self._open:
+            self.steps = [StepSpan(self.plan.job, step, *span) for step, span in sorted(self._spans.items())]
+            self._end()
