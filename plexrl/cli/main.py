@@ -18,6 +18,7 @@ GROUPS = {
     "attach": (USERS, "Run a command as a logical job of a pool of your own, without Slurm."),
     "report": (USERS, "GPU hours charged, what dedicated runs would have held, and the difference."),
     "pool": (ADMINS, "Declare, start, watch, drain and stop pools."),
+    "trace": (ADMINS, "Write what a pool recorded as a workload for plexrl simulate."),
     "config": (ADMINS, "Check a plexrl.yaml."),
     "model": (ADMINS, "Make model folders that a pool can serve."),
     "simulate": (EVERYBODY, "Jobs on a simulated cluster, under the scheduler of the live pool."),
