@@ -2,11 +2,11 @@
 
 from msgspec import Struct
 
-from plexrl.types import Span
+from plexrl.types import Placement, Span
 
 
 class Build(Struct, frozen=True):
-    """Offload `evict` (least recently used first), then start the gang's engine on its extents: an exclusive turn.
+    """Offload `evict`, then start the gang's engine on its extents: an exclusive turn.
 
     Answered by `built` or `build_failed`.
     """
@@ -16,10 +16,17 @@ class Build(Struct, frozen=True):
 
 
 class Switch(Struct, frozen=True):
-    """Offload `evict` (least recently used first), then bring the gang's state in. Answered by `switched`.
+    """Offload `evict`, then bring the gang's state in. Answered by `switched`.
 
     Both halves are idempotent for the executor: a gang named here may already be where it is told to go.
     """
+
+    gang: str
+    evict: tuple[str, ...] = ()
+
+
+class Prefetch(Struct, frozen=True):
+    """A Switch beside another gang's turn, so that the gang is there when its own begins. Answered by `prefetched`."""
 
     gang: str
     evict: tuple[str, ...] = ()
@@ -38,12 +45,47 @@ class Pause(Struct, frozen=True):
     gang: str
 
 
+class Gather(Struct, frozen=True):
+    """Paused samples go on in another gang of their group: take them, with what was drawn, from `gang` to `to`.
+
+    `to` computes their prefixes again when a Run names them there. Needs no answer.
+    """
+
+    gang: str
+    to: str
+    calls: tuple[str, ...]
+
+
+class Relocate(Struct, frozen=True):
+    """Save a group's state to the host and end its engines: it will be built again at `placement` and loaded there.
+
+    Answered by `relocated`. At most once in a group's life, and only when no gradients are live.
+    """
+
+    group: str
+    placement: Placement
+
+
+class Placed(Struct, frozen=True):
+    """The answer to `request`: all groups of the job have their places, in the order in which they were asked for."""
+
+    job: str
+    placements: tuple[Placement, ...]
+
+
 class Turn(Struct, frozen=True):
-    """For the trace: a turn began (reason `build`, `switch`, `resident`) or ended."""
+    """For the trace: a turn began or ended, and why.
+
+    reason: began `build`, `switch`, `prefetched`, `resident` or, ahead of a reservation, `backfill`; ended `drained`,
+    `quantum`, `preempted`, `gathered`, `built`, `lost` and the like. waited_us: since its oldest call could have run.
+    score: its order's score, the higher the sooner (0 where the order has none).
+    """
 
     gang: str
     ended: bool
     reason: str
+    waited_us: int = 0
+    score: float = 0.0
 
 
 class Dropped(Struct, frozen=True):
@@ -58,4 +100,4 @@ class Closed(Struct, frozen=True):
     span: Span
 
 
-Action = Build | Switch | Run | Pause | Turn | Dropped | Closed
+Action = Build | Switch | Prefetch | Run | Pause | Gather | Relocate | Placed | Turn | Dropped | Closed

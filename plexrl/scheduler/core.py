@@ -1,55 +1,83 @@
 """The scheduler's books, and what it concludes from them after each event."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from heapq import heappop, heappush
 
-from plexrl.scheduler.actions import Action, Build, Closed, Dropped, Pause, Run, Switch, Turn
-from plexrl.scheduler.gang import GangState, rivals
+from plexrl.scheduler.actions import Action, Build, Closed, Dropped, Gather, Pause, Prefetch, Run, Switch, Turn
+from plexrl.scheduler.admission import Admission
+from plexrl.scheduler.budget import Budget
+from plexrl.scheduler.costs import Learned
+from plexrl.scheduler.fairshare import Shares
+from plexrl.scheduler.gang import NORMAL, SCAVENGER, Entry, GangState
 from plexrl.scheduler.invariants import check
-from plexrl.scheduler.order import ORDERS
+from plexrl.scheduler.line import Line, Waiter
+from plexrl.scheduler.order import ORDERS, key, score
 from plexrl.scheduler.placement import Floor
 from plexrl.scheduler.policy import Policy
-from plexrl.scheduler.spans import Meter, Use, use_of
-from plexrl.scheduler.turn import OpenTurn, Phase
-from plexrl.types import BadInput, Call, CallKind, GroupSpec, Placement, Residency, Role, SpanClass
+from plexrl.scheduler.residence import Arrival, Residence
+from plexrl.scheduler.rollout import Rollout
+from plexrl.scheduler.spans import Meter, Use
+from plexrl.scheduler.turn import OpenTurn, Others, Phase
+from plexrl.types import BadInput, Call, CallKind, GpuRole, GroupSpec, Placement, Residency, Role, SpanClass, Tenant
 
 
 class Core:
     """Gangs, calls, turns and time. Every event changes them through these methods, then calls `_settle`.
 
-    line: gangs that wait, in order; wanted: the same by GPU. turns: by gang; held: by GPU; free: GPUs of no turn.
-    offloads: GPU -> gangs that leave it, and for which turn. What changed is marked dirty, so that `_settle` looks at
+    line: who waits. turns: by gang; held: by GPU; free: GPUs of no turn. offloads: GPU -> gangs that leave it, and for
+    whom. What changed is marked (`_open` GPUs to grant, `_stirred` turns, `_unused` GPUs), so that `_settle` looks at
     that only.
     """
 
-    def __init__(self, gpus: Mapping[str, int], policy: Policy) -> None:
+    def __init__(
+        self,
+        gpus: Mapping[str, int],
+        policy: Policy,
+        *,
+        roles: Mapping[str, GpuRole] | None = None,
+        hosts: Mapping[str, int] | None = None,
+        virtual: bool = False,
+    ) -> None:
         self.policy = policy
-        self.floor = Floor(gpus)
+        self.order = ORDERS[policy.order]
+        self.virtual = virtual
+        self.floor = Floor(gpus, roles=roles or {}, hosts=hosts or {}, virtual=virtual)
+        self.admission = Admission(self.floor)
+        self.residence = Residence(gpus)
+        self.shares = Shares(policy.half_life_us)
+        self.budget = Budget(policy.interactive_switches_per_hour)
+        self.tenants: dict[str, Tenant] = {}
         self.gangs: dict[str, GangState] = {}
         self.groups: dict[str, list[GangState]] = {}
-        self.calls: dict[str, tuple[Call, GangState]] = {}
+        self.specs: dict[str, GroupSpec] = {}
+        self.rollouts: dict[str, Rollout] = {}
+        self.relocated_groups: set[str] = set()
+        self.calls: dict[str, tuple[Entry, GangState]] = {}
         self.cancelled: set[str] = set()
-        self.line = ORDERS[policy.order]()
+        self.line = Line(gpus)
         self.turns: dict[str, OpenTurn] = {}
         self.held: dict[str, OpenTurn] = {}
         self.free: set[str] = set(gpus)
-        self.wanted: dict[str, dict[str, GangState]] = {gpu: {} for gpu in gpus}
-        self.offloads: dict[str, dict[str, OpenTurn]] = {gpu: {} for gpu in gpus}
+        self.offloads: dict[str, dict[str, Arrival]] = {gpu: {} for gpu in gpus}
         self.meter: Meter | None = None
         self.started_up = False
         self.draining = False
         self.accepted = self.ended = 0
         self.now = 0
-        self._numbers: dict[str, int] = {}
         self._ticket = 0
         self._due: list[tuple[int, int, OpenTurn]] = []
-        self._dirty: set[str] = set()
-        self._regrant = False
+        self._open: set[str] = set()
+        self._stirred: dict[int, OpenTurn] = {}
+        self._unused: set[str] = set()
+        self._admit = False
+        self._moves: dict[str, Placement] = {}
         self._actions: list[Action] = []
 
     def invariants(self) -> None:
         """Raises AssertionError naming the broken rule."""
         check(self)
+
+    # ---- time and names
 
     def _start(self, now: int) -> None:
         self.now = now
@@ -64,20 +92,43 @@ class Core:
         self._ticket += 1
         return self._ticket
 
+    def tenant(self, job: str) -> Tenant:
+        """Who a job is; a job that was never enrolled is a user of its own."""
+        found = self.tenants.get(job)
+        if found is None:
+            found = self.tenants[job] = Tenant(job=job, user=job)
+        return found
+
+    # ---- worker groups
+
     def _check_new(self, spec: GroupSpec) -> None:
         if spec.group in self.groups:
             raise BadInput(f"worker group {spec.group} is placed already", "Remove it first")
 
     def _adopt(self, placement: Placement, spec: GroupSpec, residency: Residency) -> list[GangState]:
-        states = [GangState(gang, spec, residency, self._next(), 0) for gang in placement.gangs]
-        self.groups[spec.group] = states
-        for state in states:
-            for other in self.gangs.values():
-                if rivals(state.gang, other.gang):
-                    state.rivals[other.id] = other
-                    other.rivals[state.id] = state
+        owner = self.tenant(spec.owner)
+        prior = spec.device_bytes // self.policy.switch_bytes_per_us
+        states = []
+        for gang in placement.gangs:
+            state = GangState(gang, spec, owner, residency, self._next(), self.now, 0, Learned(prior), used_us=self.now)
             self.gangs[state.id] = state
+            self.residence.add(state)
+            states.append(state)
+        self.groups[spec.group] = states
+        self.specs[spec.group] = spec
+        if spec.role is Role.SAMPLE:
+            self.rollouts[spec.group] = Rollout()
         return states
+
+    def _abandon(self, state: GangState) -> None:
+        """Forget a gang that has no turn and no calls."""
+        self._unlist(state)
+        del self.gangs[state.id]
+        self.residence.discard(state)
+        self._open.update(state.gpus)
+        self._unused.update(state.gpus)
+
+    # ---- calls
 
     def _route(self, call: Call) -> GangState:
         if call.id in self.calls:
@@ -100,205 +151,591 @@ class Core:
                 f"{state.seqs.get(call.deployment, (0, None))[1]} is outstanding",
                 "Submit training calls in seq order",
             )
+        if call.peer:
+            self._check_peer(call, state)
         return state
+
+    def _check_peer(self, call: Call, state: GangState) -> None:
+        peers = self.groups.get(call.peer)
+        if not state.trains or not peers or call.peer == call.group:
+            raise BadInput(
+                f"call {call.id} wants worker group {call.peer} in its turn, which is not another placed group",
+                "Name the sampler's group in a training call",
+            )
+        both = [state, peers[0]]
+        if peers[0].id in state.rivals or any(
+            sum(s.size for s in both if gpu in s.gpus) > self.floor.gpus[gpu] for gpu in state.gpus
+        ):
+            raise BadInput(
+                f"call {call.id} wants {state.id} and {peers[0].id} resident at once, and they do not fit together",
+                "Publish through the host instead",
+            )
 
     def _turn_in(self, now: int, gang: str, phase: Phase) -> OpenTurn | None:
         self._at(now)
         turn = self.turns.get(gang)
         return turn if turn and turn.phase is phase else None
 
-    def _touch(self, state: GangState) -> None:
-        self._dirty.update(state.gpus)
+    def _stir(self, turn: OpenTurn) -> None:
+        self._stirred[id(turn)] = turn
 
     def _changed(self, state: GangState) -> None:
         """After any change of a gang's calls."""
         turn = self.turns.get(state.id)
-        if turn and turn.phase in (Phase.OPEN, Phase.PAUSING):
-            turn.note_drained(self.now)
+        if turn:
+            if turn.state is state and turn.phase in (Phase.OPEN, Phase.PAUSING):
+                turn.note_drained(self.now)
+            self._stir(turn)
         self._enlist(state)
-        self._touch(state)
 
     def _enlist(self, state: GangState) -> None:
         """Put the gang where it belongs in line, or out of it."""
-        ticket = None
-        if state.id not in self.turns and state.eligible:
-            first = next(iter(state.queue), None)
-            ticket = state.since
-            if first is not None and state.residency is not Residency.COLD:
-                ticket = max(ticket, self._numbers[first])
-        if ticket == self.line.ticket(state.id):
+        old = self.line.get(state.id)
+        if state.id in self.turns or not state.eligible:
+            if old:
+                self._unlist(state)
             return
-        if ticket is None:
-            self._unlist(state)
-        else:
-            self.line.put(state.id, ticket)
-            for gpu in state.gpus:
-                self.wanted[gpu][state.id] = state
-        self._regrant = True
-        self._touch(state)
+        first, ticket, since_us, due_us = state.first, state.since, state.since_us, None
+        state.peers, state.reach = (), state.gpus
+        if first is not None and state.residency is not Residency.COLD:
+            ticket, since_us = max(ticket, first.number), max(since_us, first.since_us)
+            due_us = first.due_us
+            if first.call.peer and first.call.peer in self.groups:
+                state.peers = (self.groups[first.call.peer][0],)
+                state.reach = tuple(dict.fromkeys((*state.gpus, *state.peers[0].gpus)))
+        rank = state.rank
+        if old and old.gpus == state.reach:
+            old.ticket, old.since_us, old.due_us = ticket, since_us, due_us
+            if old.rank == rank:
+                return
+        self._unlist(state)
+        waiter = Waiter(state, ticket, since_us, due_us, state.reach, rank)
+        self.line.put(waiter)
+        for gpu in waiter.gpus:
+            turn = self.held.get(gpu)
+            if turn is None:
+                self._open.add(gpu)
+            else:
+                turn.looked = False
+                self._stir(turn)
 
     def _unlist(self, state: GangState) -> None:
+        waiter = self.line.get(state.id)
+        if waiter is None:
+            return
+        if self.line.holds(waiter):
+            self._open.update(waiter.gpus)
         self.line.discard(state.id)
-        for gpu in state.gpus:
-            self.wanted[gpu].pop(state.id, None)
-        self._regrant = True
-        self._touch(state)
+        for gpu in waiter.gpus:
+            turn = self.held.get(gpu)
+            if turn is not None:
+                self._stir(turn)
 
-    def _forget(self, call: Call, state: GangState) -> None:
-        state.forget(call)
-        del self.calls[call.id], self._numbers[call.id]
-        self.cancelled.discard(call.id)
+    def _forget(self, entry: Entry, state: GangState) -> None:
+        state.forget(entry)
+        rollout = self.rollouts.get(state.spec.group)
+        if rollout is not None:
+            rollout.end()
+        del self.calls[entry.call.id]
+        self.cancelled.discard(entry.call.id)
         self.ended += 1
 
-    def _drop(self, calls: list[Call], state: GangState) -> None:
-        for call in calls:
-            self.meter.stopped(state.id, call, call.units)
-            self._forget(call, state)
-        if calls:
-            self._actions.append(Dropped(tuple(call.id for call in calls)))
+    def _drop(self, entries: list[Entry], state: GangState) -> None:
+        for entry in entries:
+            self.meter.stopped(state.id, entry.call, entry.call.units)
+            self._forget(entry, state)
+        if entries:
+            self._actions.append(Dropped(tuple(entry.call.id for entry in entries)))
 
     def _fail(self, state: GangState, reason: str) -> None:
         self._drop([*state.active.values(), *state.queue.values()], state)
         if state.evictor:
             state.evictor.evicting.remove(state)
             self._clear_evictor(state)
-        state.move(Residency.LOST)
         turn = self.turns.get(state.id)
+        if state.arrival:
+            self._broken_off(state.arrival, ())
+        self._move(state, Residency.LOST)
         if turn:
+            if turn.state is not state:  # the peer of a union turn: its calls have nothing to go to
+                self._drop([*turn.state.active.values()], turn.state)
             self._end(turn, reason)
         self._enlist(state)
-        self._touch(state)
 
-    def _offloaded(self, turn: OpenTurn, evicted: Collection[str] | None) -> None:
-        """The victims' offload was answered; None: all of them made it."""
-        for victim in turn.evicting:
+    # ---- memory
+
+    def _move(self, state: GangState, to: Residency) -> None:
+        self.residence.move(state, to)
+        self._open.update(gpu for gpu in state.gpus if gpu in self.free)
+
+    def _arrive(self, state: GangState, victims: list[GangState], turn: OpenTurn | None) -> tuple[str, ...]:
+        """The gang begins to come in, and others to leave for it; their names."""
+        arrival = Arrival(state, self.now, victims, turn)
+        state.arrival = arrival
+        for victim in victims:
+            self._move(victim, Residency.OFFLOADING)
+            victim.evictor = arrival
+            for gpu in victim.gpus:
+                self.offloads[gpu][victim.id] = arrival
+            self._unused.update(victim.gpus)
+        self._move(state, Residency.LOADING)
+        return tuple(victim.id for victim in victims)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """It is there, and the others have left."""
+        for victim in arrival.evicting:
             self._clear_evictor(victim)
-            if evicted is None or victim.id in evicted:
-                victim.move(Residency.HOST)
-        turn.evicting = []
+            self._move(victim, Residency.HOST)
+        arrival.evicting = []
+        arrival.state.arrival = None
+        if arrival.turn is None or arrival.turn.phase is not Phase.BUILD:
+            arrival.state.switch.observe(self.now - arrival.begun_us)
+        self._move(arrival.state, Residency.DEVICE)
+        self._look_again(arrival.state)
+
+    def _broken_off(self, arrival: Arrival, evicted: Collection[str]) -> None:
+        """It will not come. evicted: those that have left."""
+        for victim in arrival.evicting:
+            self._clear_evictor(victim)
+            if victim.id in evicted:
+                self._move(victim, Residency.HOST)
+        arrival.evicting = []
+        arrival.state.arrival = None
+        self._look_again(arrival.state)
+
+    def _look_again(self, state: GangState) -> None:
+        """Somebody who waits beside a turn on these GPUs may fit now."""
+        for gpu in state.gpus:
+            turn = self.held.get(gpu)
+            if turn:
+                turn.looked = False
+                self._stir(turn)
 
     def _clear_evictor(self, victim: GangState) -> None:
         for gpu in victim.gpus:
             self.offloads[gpu].pop(victim.id, None)
+            if gpu in self.free:
+                self._open.add(gpu)
+        self._unused.update(victim.gpus)
         victim.evictor = None
-        self._regrant = True
-        self._touch(victim)
+        self._look_again(victim)
 
-    def _grant(self, state: GangState) -> None:
+    # ---- grants
+
+    def _grant(self, waiter: Waiter, victims: list[GangState], reason: str, limit_us: int | None = None) -> None:
         """The gang's GPUs are free: its turn begins."""
-        resident = state.residency is Residency.DEVICE
-        phase = Phase.OPEN if resident else Phase.BUILD if state.residency is Residency.COLD else Phase.SWITCH
-        job = state.spec.owner if phase is Phase.BUILD else state.job
-        turn = OpenTurn(state, phase, self.now, job)
-        self.turns[state.id] = turn
-        for gpu in state.gpus:
-            self.held[gpu] = turn
-        self.free.difference_update(state.gpus)
+        state = waiter.state
+        # Whose prefetch is under way comes last: the first to be told takes the victims with it.
+        coming = sorted(self.residence.needs(state.members), key=lambda member: member.arrival is not None)
+        cold = state.residency is Residency.COLD
+        phase = Phase.BUILD if cold else Phase.SWITCH if coming else Phase.OPEN
+        job = state.spec.owner if cold else state.tenant.job
+        turn = OpenTurn(state, waiter.gpus, state.peers, "", phase, self.now, job, state.rank, limit_us=limit_us)
+        if state.peers:
+            turn.peer = state.peers[0].spec.group
+        value = 0.0 if self.policy.order in ("fifo", "round_robin") else score(self, waiter)
+        if not reason:
+            prefetched = len(coming) == 1 and state.arrival is not None
+            reason = phase.value if coming and not prefetched else "prefetched" if prefetched else "resident"
+        self._actions.append(Turn(state.id, False, reason, max(0, self.now - waiter.since_us), value))
         self._unlist(state)
-        self._actions.append(Turn(state.id, False, "resident" if resident else phase.value))
-        if resident:
+        for gpu in turn.gpus:
+            self.held[gpu] = turn
+        self.free.difference_update(turn.gpus)
+        for member in state.members:
+            self.turns[member.id] = turn
+            self._unlist(member)
+        self._stir(turn)
+        if not coming:
             turn.open(self.now)
             return
-        turn.evicting = sorted((r for r in state.rivals.values() if r.occupies), key=lambda r: (r.used, r.id))
-        for victim in turn.evicting:
-            victim.move(Residency.OFFLOADING)
-            victim.evictor = turn
-            for gpu in victim.gpus:
-                self.offloads[gpu][victim.id] = turn
-            self._touch(victim)
-        state.move(Residency.LOADING)
-        evict = tuple(victim.id for victim in turn.evicting)
-        self._actions.append(Build(state.id, evict) if phase is Phase.BUILD else Switch(state.id, evict))
+        turn.to_load = coming
+        self._load_next(turn, victims)
+
+    def _load_next(self, turn: OpenTurn, victims: list[GangState]) -> None:
+        """Bring in the next gang of the turn. The first takes all victims with it."""
+        state = turn.to_load[0]
+        if state.arrival:  # a prefetch under way: its answer opens the turn
+            state.arrival.turn = turn
+            return
+        evict = self._arrive(state, victims, turn)
+        self._actions.append(Build(state.id, evict) if turn.phase is Phase.BUILD else Switch(state.id, evict))
+
+    def _loaded(self, turn: OpenTurn) -> None:
+        """The gang that was coming in is there."""
+        turn.to_load.pop(0)
+        while turn.to_load and turn.to_load[0].residency is Residency.DEVICE:
+            turn.to_load.pop(0)
+        if turn.to_load:
+            self._load_next(turn, [])
+            return
+        turn.open(self.now)
+        self._changed(turn.state)
 
     def _end(self, turn: OpenTurn, reason: str) -> None:
         state = turn.state
-        for victim in turn.evicting:
-            self._clear_evictor(victim)
-        turn.evicting, turn.deadline = [], None
-        del self.turns[state.id]
-        for gpu in state.gpus:
+        if turn.phase in (Phase.OPEN, Phase.PAUSING) and turn.ran:
+            end = self.now if turn.drained_us is None else turn.drained_us
+            state.service.observe(max(0, end - turn.opened_us))
+        for member in (state, *turn.peers):
+            if member.arrival and member.arrival.turn is turn:
+                member.arrival.turn = None
+        turn.deadline = None
+        for gpu in turn.gpus:
             del self.held[gpu]
-        self.free.update(state.gpus)
-        state.used = self._next()
+        self.free.update(turn.gpus)
+        self._open.update(turn.gpus)
+        self._unused.update(turn.gpus)
+        self._stirred.pop(id(turn), None)
+        for member in (state, *turn.peers):
+            del self.turns[member.id]
+            member.used, member.used_us = self._next(), self.now
         if turn.ran:
-            state.since = self._next()
+            state.since, state.since_us = self._next(), self.now
         self._actions.append(Turn(state.id, True, reason))
-        self._regrant = True
-        self._enlist(state)
-        self._touch(state)
+        for member in (state, *turn.peers):
+            self._enlist(member)
 
-    def _waiters(self, turn: OpenTurn) -> Iterator[GangState]:
-        """Who waits for a GPU of the turn; some more than once."""
-        return (state for gpu in turn.state.gpus for state in self.wanted[gpu].values())
-
-    def _bound(self, gpus: set[str]) -> None:
-        """Say again until when the turns on these GPUs last."""
-        for turn in {id(self.held[gpu]): self.held[gpu] for gpu in sorted(gpus) if gpu in self.held}.values():
-            self._touch(turn.state)
-            if self.draining:
-                deadline = turn.drained_us if turn.phase is Phase.OPEN else None
+    def _grants(self) -> None:
+        """Give the free GPUs to those who are next."""
+        while self._open:
+            waiters = {
+                name: waiter for gpu in self._open if gpu in self.free for name, waiter in self.line.on[gpu].items()
+            }
+            self._open.clear()
+            if not waiters:
+                return
+            if len(waiters) == 1:
+                ranked = list(waiters.values())
             else:
-                deadline = turn.ends_at(self.policy, self._waiters(turn))
-            if deadline != turn.deadline:
-                turn.deadline = deadline
-                if deadline is not None:
-                    heappush(self._due, (deadline, self._next(), turn))
+                ranked = sorted(waiters.values(), key=lambda waiter: key(self, waiter))
+            for waiter in ranked:
+                if self.line.get(waiter.state.id) is waiter:
+                    self._try(waiter)
+
+    def _try(self, waiter: Waiter) -> None:
+        """Grant the gang, or keep its GPUs for it, or let it go ahead of another's reservation, or leave it waiting."""
+        state, line = waiter.state, self.line
+        whole = self.free.issuperset(waiter.gpus)
+        others = line.others(waiter)
+        if others and self._starves(waiter) and not any(self._before(other, waiter) for other in others):
+            for other in others:
+                self._open.update(other.gpus)
+                line.release(other)
+            others = []
+        if others:
+            if whole and self.policy.backfill:
+                self._backfill(waiter, others)
+            return
+        if whole:
+            victims = self._victims(state, ())
+            if victims is not None:
+                self._grant(waiter, victims, "")
+                return
+        if state.rank != SCAVENGER and not line.holds(waiter):
+            line.reserve(waiter)
+            for gpu in waiter.gpus:
+                turn = self.held.get(gpu)
+                if turn:
+                    turn.looked = False
+                    self._stir(turn)
+
+    def _starves(self, waiter: Waiter) -> bool:
+        return waiter.state.rank != SCAVENGER and self.now - waiter.since_us >= self.policy.starvation_us
+
+    def _before(self, one: Waiter, other: Waiter) -> bool:
+        return self._starves(one) and one.ticket < other.ticket
+
+    def _victims(self, state: GangState, keep: Collection[GangState]) -> list[GangState] | None:
+        """Who leaves so that the gang can have its turn; None while it cannot."""
+        coming = self.residence.needs(state.members)
+        if any(member.evictor for member in state.members):
+            return None  # on its way out for somebody else
+        if any(member.residency is Residency.LOST for member in state.peers) or any(
+            member.residency is Residency.COLD for member in state.peers
+        ):
+            return None
+        coming = [member for member in coming if member.arrival is None]
+        if not coming:
+            return []
+        return self.residence.victims(coming, self.now, {*state.members, *keep}, self.policy.lazy)
+
+    def _backfill(self, waiter: Waiter, others: list[Waiter]) -> None:
+        """EASY: ahead of reservations, if the turn and both its switches end before those could begin."""
+        state = waiter.state
+        shadow = min(self._shadow(other) for other in others)
+        keep = [member for other in others for member in other.state.members]
+        victims = self._victims(state, keep)
+        if victims is None:
+            return
+        both = 0 if state.residency is Residency.DEVICE else 2 * state.switch.mean
+        least = int(self.policy.min_turn_factor * both / 2)
+        if self.now + both + max(least, 1) > shadow or state.residency is Residency.COLD:
+            return
+        self._grant(waiter, victims, "backfill", shadow - both // 2)
+
+    def _shadow(self, waiter: Waiter) -> int:
+        """When a reservation's gang is expected to begin."""
+        ends = [self.held[gpu].expected_end(self.policy, self.now) for gpu in waiter.gpus if gpu in self.held]
+        return max(ends, default=self.now)
+
+    # ---- ends of turns
+
+    def _others(self, turn: OpenTurn) -> Others | None:
+        """Who waits for the turn's GPUs; None when nobody does."""
+        line = self.line
+        first: Waiter | None = None
+        answered = True
+        for gpu in turn.gpus:
+            for waiter in line.on[gpu].values():
+                first = first or waiter
+                if waiter.state.tenant.job != turn.job:
+                    answered = False
+                    break
+            if first and not answered:
+                break
+        if first is None:
+            return None
+        best = NORMAL
+        if line.ranks[0] or turn.rank == SCAVENGER or line.ranks[SCAVENGER]:
+            best = min(waiter.state.rank for gpu in turn.gpus for waiter in line.on[gpu].values())
+        owed = False
+        if turn.limit_us is not None:
+            reserved = {id(w): w for gpu in turn.gpus if (w := line.reserved.get(gpu)) is not None}
+            owed = any(
+                all(gpu in self.free or self.held[gpu].limit_us is not None for gpu in w.gpus)
+                for w in reserved.values()
+            )
+        return Others(best, answered, self.budget.next_us(self.now), owed)
+
+    def _bound(self, turn: OpenTurn) -> None:
+        """Say again until when the turn lasts."""
+        if turn.phase is not Phase.OPEN:
+            deadline = None
+        elif self.draining:
+            deadline, turn.why = turn.drained_us, "drained"
+        else:
+            others = self._others(turn)
+            deadline = None
+            if others:
+                deadline, turn.why = turn.ends_at(self.policy, others)
+        if deadline != turn.deadline:
+            turn.deadline = deadline
+            if deadline is not None:
+                heappush(self._due, (deadline, self._next(), turn))
 
     def _expire(self) -> None:
         """End or pause the turns whose time is over."""
         while self._due and self._due[0][0] <= self.now:
             deadline, _, turn = heappop(self._due)
-            if turn.deadline != deadline:
+            if turn.deadline != deadline or turn.phase is not Phase.OPEN:
                 continue
+            if turn.why == "preempted" and turn.rank != SCAVENGER:
+                if self.budget.next_us(self.now) > self.now:
+                    self._bound(turn)  # another preemption has used what was left
+                    continue
+                self.budget.take(self.now)
             if turn.state.active:
-                turn.phase, turn.deadline = Phase.PAUSING, None
-                self._actions.append(Pause(turn.state.id))
+                self._pause(turn)
             else:
-                self._end(turn, "drained" if turn.drained_us is not None else "quantum")
+                self._end(turn, turn.why)
+
+    def _pause(self, turn: OpenTurn) -> None:
+        turn.phase, turn.deadline = Phase.PAUSING, None
+        self._actions.append(Pause(turn.state.id))
+        self._stir(turn)
+
+    # ---- conclusions
 
     def _settle(self) -> list[Action]:
         """Draw the conclusions of an event: what ends, who is granted, what runs, what each GPU went to."""
-        self._bound(self._dirty)
+        if self._admit and not self.draining:
+            self._admit = False
+            self._place_waiting()
+        for turn in list(self._stirred.values()):
+            self._bound(turn)
         self._expire()
-        if self._regrant and not self.draining:
-            free = {gpu for gpu in self.free if self.wanted[gpu]}
-            for name in list(self.line):
-                if not free:
-                    break
-                state = self.gangs[name]
-                if free.issuperset(state.gpus) and not any(r.evictor for r in state.rivals.values()):
-                    self._grant(state)
-                free.difference_update(state.gpus)  # taken, or reserved against those behind
-        self._regrant = False
-        holders = {id(self.held[gpu]): self.held[gpu] for gpu in sorted(self._dirty) if gpu in self.held}
-        for turn in holders.values():
-            self._pump(turn)
-        self._bound(set(self._dirty))
-        self.meter.update(self.now, {gpu: self._use(gpu) for gpu in sorted(self._dirty)})
-        self._dirty.clear()
-        actions, self._actions = self._actions + self._closed(), []
+        if self._open:
+            if self.draining:
+                self._open.clear()
+            else:
+                self._grants()
+        pumped: dict[int, OpenTurn] = {}
+        while todo := [turn for number, turn in self._stirred.items() if number not in pumped]:
+            for turn in todo:
+                pumped[id(turn)] = turn
+                self._pump(turn)
+            if self._open and not self.draining:
+                self._grants()
+        uses: dict[str, Use] = {}
+        for turn in self._stirred.values():
+            self._bound(turn)
+            use = self._use_of(turn)
+            if use != turn.use:
+                turn.use = use
+                uses.update(dict.fromkeys(turn.gpus, use))
+        self._stirred.clear()
+        if self._unused:
+            for gpu in sorted(self._unused):
+                uses[gpu] = self._use(gpu)
+            self._unused.clear()
+        if uses:
+            self.meter.update(self.now, uses)
+        self._hand_out()
+        actions, self._actions = self._actions, []
         if self.policy.paranoid:
             self.invariants()
         return actions
 
+    def _place_waiting(self) -> None:
+        """Give places to jobs whose time has come. Set by the scheduler's events."""
+        raise NotImplementedError
+
     def _pump(self, turn: OpenTurn) -> None:
         """Hand the executor what may run now; newcomers join while the turn lasts."""
-        if turn.phase is not Phase.OPEN:
+        if turn.phase is not Phase.OPEN or turn.state.id not in self.turns:
             return
         state = turn.state
-        calls = state.start()
-        for call in calls:
-            self.meter.started(self.now, state.gpus, state.id, call, state.trains)
-        if calls:
+        rollout = self.rollouts.get(state.spec.group)
+        if rollout is not None and not state.queue and len(self.groups[state.spec.group]) > 1:
+            self._share_out(state)
+        if state.queue and not state.active:
+            if state.first.call.peer != turn.peer:
+                self._end(turn, "other gangs")
+                return
+            if turn.ends_before(self.now, self.policy) and self._others(turn):
+                self._end(turn, "natural end")
+                return
+        idle = not state.active
+        entries = state.start(turn.peer)
+        if entries:
+            if idle:
+                state.active_us = self.now
+            for entry in entries:
+                self.meter.started(self.now, turn.gpus, state.id, entry.call, state.trains)
+                turn.note_started(self.now, entry.call)
             turn.ran = True
             turn.note_drained(self.now)
-            self._touch(state)
-            self._actions.append(Run(state.id, tuple(call.id for call in calls)))
+            self._actions.append(Run(state.id, tuple(entry.call.id for entry in entries)))
+        if rollout is not None and state.active:
+            self._gather(turn, rollout)
+        if not turn.looked and self.policy.prefetch and state.active and not self.draining:
+            turn.looked = True
+            self._look_ahead(turn)
+
+    def _share_out(self, state: GangState) -> None:
+        """A replica with nothing left takes its part of what waits at replicas that have no turn."""
+        siblings = [s for s in self.groups[state.spec.group] if s is not state and s.queue and s.id not in self.turns]
+        for sibling in sorted(siblings, key=lambda s: (-s.units, s.id)):
+            for entry in reversed(list(sibling.queue.values())):
+                if entry.call.id in sibling.begun:
+                    continue
+                if (state.queue or state.active) and sibling.units - entry.call.units < state.units:
+                    break
+                sibling.forget(entry)
+                state.accept(entry)
+                self.calls[entry.call.id] = entry, state
+            self._enlist(sibling)
+
+    def _gather(self, turn: OpenTurn, rollout: Rollout) -> None:
+        """Long tails: when most of a rollout is done, its rest moves together for those who wait for the GPUs."""
+        if not rollout.is_tail(self.policy.gather_share):
+            return
+        at_work = [
+            other
+            for s in self.groups[turn.state.spec.group]
+            if (other := self.turns.get(s.id)) is not None and other.phase is Phase.OPEN and s.active
+        ]
+        wanted = [
+            other
+            for other in at_work
+            if any(waiter.rank <= other.rank for gpu in other.gpus for waiter in self.line.on[gpu].values())
+        ]
+        if len(at_work) < 2 or not wanted:
+            return
+        unwanted = [other for other in at_work if other not in wanted]
+        target = max(unwanted or wanted, key=lambda other: (other.state.units, other.state.id))
+        for other in wanted:
+            if other is not target:
+                other.gather = target.state
+                self._pause(other)
+
+    def _gathered(self, turn: OpenTurn) -> None:
+        """The samples of a replica that paused for it go on in another."""
+        state, target = turn.state, turn.gather
+        if target.residency is Residency.LOST or target.id not in self.gangs:
+            return
+        moved = list(state.queue.values())
+        for entry in moved:
+            state.forget(entry)
+            target.accept(entry)
+            target.begun.add(entry.call.id)
+            self.calls[entry.call.id] = entry, target
+        if moved:
+            self._actions.append(Gather(state.id, target.id, tuple(entry.call.id for entry in moved)))
+            self._changed(target)
+
+    def _look_ahead(self, turn: OpenTurn) -> None:
+        """Bring in the next gang beside the turn, if its bytes fit."""
+        waiters = {
+            name: waiter
+            for gpu in turn.gpus
+            for name, waiter in self.line.on[gpu].items()
+            if waiter.state.residency is Residency.HOST
+        }
+        if not waiters or any(s.arrival or s.evictor for gpu in turn.gpus for s in self.residence.on[gpu].values()):
+            return
+        held = [w for gpu in turn.gpus if (w := self.line.reserved.get(gpu)) is not None]
+        best = (
+            held[0]
+            if held
+            else min((w for gpu in turn.gpus for w in self.line.on[gpu].values()), key=lambda waiter: key(self, waiter))
+        )
+        state = best.state
+        if state.residency is not Residency.HOST or state.evictor or best.state.peers:
+            return
+        at_work = {member for gpu in state.gpus if (t := self.held.get(gpu)) for member in (t.state, *t.peers)}
+        victims = self.residence.victims([state], self.now, {state, *at_work, *(w.state for w in held)})
+        if victims is None:
+            return
+        evict = self._arrive(state, victims, None)
+        self._actions.append(Prefetch(state.id, evict))
+
+    # ---- spans
+
+    def _use_of(self, turn: OpenTurn) -> Use:
+        """What the GPUs of a turn go to. They are all used alike."""
+        state = turn.state
+        if state.active and turn.phase in (Phase.OPEN, Phase.PAUSING):
+            return Use(SpanClass.BUSY, state.id)
+        if turn.phase is not Phase.OPEN:
+            return Use(SpanClass.SWITCH, state.id, turn.job)
+        if turn.deadline is not None and not self.draining:
+            return Use(SpanClass.KEPT, state.id, turn.job)
+        return self._nobodys()
 
     def _use(self, gpu: str) -> Use:
-        offload = next(iter(self.offloads[gpu].values()), None)
-        return use_of(self.held.get(gpu), offload, self.started_up, self.draining)
+        turn = self.held.get(gpu)
+        if turn:
+            return self._use_of(turn)
+        arrival = next((a for a in self.offloads[gpu].values() if a.turn is not None), None)
+        if arrival:
+            return Use(SpanClass.SWITCH, arrival.state.id, arrival.turn.job)
+        return self._nobodys()
 
-    def _closed(self) -> list[Action]:
-        closed, self.meter.closed = self.meter.closed, []
-        return [Closed(span) for span in closed]
+    def _nobodys(self) -> Use:
+        if not self.started_up:
+            return Use(SpanClass.STARTUP)
+        return Use(SpanClass.DRAIN if self.draining else SpanClass.IDLE)
+
+    def _hand_out(self) -> None:
+        """Closed spans become actions, and use that is charged."""
+        for span in self.meter.closed:
+            self._actions.append(Closed(span))
+            if span.shares:
+                weight = sum(share for _, share in span.shares)
+                for job, share in span.shares:
+                    tenant = self.tenant(job)
+                    used = (span.end_us - span.start_us) * share // weight
+                    self.shares.charge(span.end_us, tenant.account, tenant.user or job, used)
+        self.meter.closed = []

@@ -1,41 +1,84 @@
-"""Who is next: the line of gangs that wait for their GPUs."""
+"""Who is next among gangs that wait for a GPU: a key for each, the smallest first.
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
+Before any order: who has starved, by arrival; then classes; then deadlines that are near; then priorities. Every key
+ends in the gang's ticket, so the order is total, which is what keeps whole-gang grants free of deadlock.
+"""
 
+from __future__ import annotations
 
-class Fifo:
-    """Gangs by ticket: the number of their oldest eligible call, or of their last turn's end if that is later.
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-    The second half makes a preempted gang go to the back although its calls are old.
-    """
+from plexrl.scheduler.costs import CALL_PRIOR_US, hrrs
+from plexrl.scheduler.gang import SCAVENGER, GangState
+from plexrl.types import Residency
 
-    def __init__(self) -> None:
-        self._line: list[tuple[int, str]] = []
-        self._tickets: dict[str, int] = {}
+if TYPE_CHECKING:
+    from plexrl.scheduler.core import Core
+    from plexrl.scheduler.line import Waiter
 
-    def put(self, gang: str, ticket: int) -> None:
-        """Let the gang wait with this ticket, in place of the one that it had."""
-        self.discard(gang)
-        self._tickets[gang] = ticket
-        insort(self._line, (ticket, gang))
-
-    def discard(self, gang: str) -> None:
-        """The gang waits no longer."""
-        ticket = self._tickets.pop(gang, None)
-        if ticket is not None:
-            del self._line[bisect_left(self._line, (ticket, gang))]
-
-    def ticket(self, gang: str) -> int | None:
-        """The gang's ticket; None when it does not wait."""
-        return self._tickets.get(gang)
-
-    def __iter__(self) -> Iterator[str]:
-        """The gangs that wait, the next one first."""
-        return (gang for _, gang in self._line)
-
-    def __len__(self) -> int:
-        return len(self._line)
+Key = tuple[float, ...]
 
 
-ORDERS = {"fifo": Fifo}
+def fifo(core: Core, waiter: Waiter) -> Key:
+    """By the number of the oldest call, or of the last turn's end if that is later: who was preempted goes last."""
+    return ()
+
+
+def round_robin(core: Core, waiter: Waiter) -> Key:
+    """The least recently served first."""
+    return (waiter.state.used,)
+
+
+def response_ratio(core: Core, waiter: Waiter) -> Key:
+    """Highest response ratio with the cost of the switch, times fair-share: our HRRS."""
+    return (-score(core, waiter),)
+
+
+def fair(core: Core, waiter: Waiter) -> Key:
+    """The account, then the user, that is furthest below its share; the response ratio among equals."""
+    tenant = waiter.state.tenant
+    account, user = core.shares.level(core.now, tenant.account, tenant.user or tenant.job)
+    return (-account, -user, -score(core, waiter))
+
+
+ORDERS: dict[str, Callable[[Core, Waiter], Key]] = {
+    "fifo": fifo,
+    "round_robin": round_robin,
+    "hrrs": response_ratio,
+    "fair": fair,
+}
+
+
+def key(core: Core, waiter: Waiter) -> Key:
+    """The waiter's place."""
+    state, policy = waiter.state, core.policy
+    rank = state.rank
+    if rank != SCAVENGER and core.now - waiter.since_us >= policy.starvation_us:
+        return (0, waiter.ticket)
+    near = 1
+    due = waiter.due_us or 0
+    if due and core.now >= due - policy.quantum_us - switch_us(state):
+        near = 0
+    return (1, rank, near, due if not near else 0, -state.tenant.priority, *core.order(core, waiter), waiter.ticket)
+
+
+def score(core: Core, waiter: Waiter) -> float:
+    """The response ratio of a waiter now, times its fair-share factor."""
+    state = waiter.state
+    tenant = state.tenant
+    factor = core.shares.factor(core.now, tenant.account, tenant.user or tenant.job)
+    return hrrs(max(0, core.now - waiter.since_us), service_us(state), switch_us(state), factor)
+
+
+def switch_us(state: GangState) -> int:
+    """What bringing it in is expected to take; nothing when it is there."""
+    return 0 if state.residency is Residency.DEVICE else state.switch.mean
+
+
+def service_us(state: GangState) -> int:
+    """How long its next turn is expected to last."""
+    if state.service.count:
+        return state.service.mean
+    first = state.first
+    return (first.call.cost_us or CALL_PRIOR_US[first.call.kind]) if first else state.switch.mean

@@ -1,27 +1,34 @@
 """The co-scheduler: events in, actions out. No clock, no sockets, no tensors.
 
-A gang waits in line from its oldest eligible call on. A gang that cannot be granted reserves its GPUs against all that
-are behind it, so nothing starves; a gang is granted whole or not at all, so nothing deadlocks. What late or contrary
-answers mean is said at each event; none of them raises.
+A gang waits in line from its oldest eligible call on. A gang of which some GPUs are free and some not keeps the free
+ones (a reservation), which those behind it may use only as long as they do not delay it; so nothing starves. A gang is
+granted whole or not at all, so nothing deadlocks. What late or contrary answers mean is said at each event; none of
+them raises.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop
 
-from plexrl.scheduler.actions import Action
+from plexrl.scheduler.actions import Action, Placed, Relocate
 from plexrl.scheduler.core import Core
+from plexrl.scheduler.costs import Learned
 from plexrl.scheduler.explain import explain
-from plexrl.scheduler.gang import rivals
-from plexrl.scheduler.turn import Phase
-from plexrl.types import BadInput, Call, GroupSpec, Moved, Placement, Residency
+from plexrl.scheduler.gang import Entry, GangState, rivals
+from plexrl.scheduler.turn import OpenTurn, Phase
+from plexrl.types import BadInput, Call, CallKind, GroupSpec, Moved, Placement, Residency, Role, Tenant
+
+_PROFILED = 3  # optim_steps or rollouts after which what a group needs counts as known (ours)
 
 
 class Scheduler(Core):
     """The scheduler of one pool.
 
-    gpus: name (`<node>:<index>`) -> bytes. `now` is always integer microseconds; a `now` that goes backwards counts as
-    the latest one seen. Every event method returns the actions to carry out, in order. Every Build, Switch and Pause
-    must be answered, with a deadline on the executor's side (a gang that does not answer is `lost`).
+    gpus: name (`<node>:<index>`) -> bytes. roles: GPU -> what may be placed on it (any, if it is not named). hosts:
+    node -> bytes of host memory for state that is off the devices (unbounded, if it is not named). virtual: extents
+    have no offsets, and any gangs whose bytes fit are resident together; else offsets are fixed for a gang's life.
+    `now` is always integer microseconds; a `now` that goes backwards counts as the latest one seen. Every event method
+    returns the actions to carry out, in order. Every Build, Switch, Prefetch, Relocate and Pause must be answered, with
+    a deadline on the executor's side (a gang that does not answer is `lost`).
     """
 
     # ---- the pool's life
@@ -34,15 +41,38 @@ class Scheduler(Core):
         """What is idle from now on is class idle."""
         self._at(now)
         self.started_up = True
-        self._dirty.update(self.floor.gpus)
-        return self._settle()
+        return self._all_anew()
 
     def drain(self, now: int) -> list[Action]:
         """Grant no new turns; an open one ends as soon as it has nothing to run. What is idle is class drain."""
         self._at(now)
         self.draining = True
-        self._dirty.update(self.floor.gpus)
+        return self._all_anew()
+
+    def _all_anew(self) -> list[Action]:
+        for turn in self.turns.values():
+            self._stir(turn)
+        self._unused.update(self.free)
         return self._settle()
+
+    # ---- jobs
+
+    def enroll(self, now: int, tenant: Tenant) -> list[Action]:
+        """Say who a job is, before its calls come. Calls that wait already keep what was known when they came."""
+        self._at(now)
+        self.tenants[tenant.job] = tenant
+        return self._settle()
+
+    def dismiss(self, now: int, job: str) -> list[Action]:
+        """The job has ended: forget who it was, and let it wait for places no longer. Its groups are `remove`d."""
+        actions = self.withdraw(now, job)
+        self.tenants.pop(job, None)
+        return actions
+
+    def set_share(self, now: int, account: str, shares: float, users: Mapping[str, float]) -> None:
+        """Give an account its shares of the pool, and its users theirs of the account. Raises BadInput below zero."""
+        self._at(now)
+        self.shares.set(account, shares, users)
 
     # ---- worker groups
 
@@ -53,10 +83,37 @@ class Scheduler(Core):
         """
         self._at(now)
         self._check_new(spec)
-        placement = self.floor.choose(spec, self.policy.placement)
+        placement = self.floor.choose(spec, self.policy, self.tenant(spec.owner))
         for state in self._adopt(placement, spec, Residency.COLD):
             self._enlist(state)
         return placement
+
+    def request(self, now: int, job: str, specs: Sequence[GroupSpec]) -> list[Action]:
+        """Ask for places for all groups of a job together, or a place in the queue for them.
+
+        Answered by Placed, now or later, and then the Builds. Raises DoesNotFit when the empty pool would be too small,
+        BadInput when a group is placed already or the job waits already.
+        """
+        self._at(now)
+        for spec in specs:
+            self._check_new(spec)
+        self.admission.ask(self.now, self.tenant(job), tuple(specs), self.policy)
+        self._admit = True
+        return self._settle()
+
+    def withdraw(self, now: int, job: str) -> list[Action]:
+        """The job does not wait for places any more. Not waiting: nothing happens."""
+        self._at(now)
+        self.admission.withdraw(job)
+        self._admit = True
+        return self._settle()
+
+    def _place_waiting(self) -> None:
+        for tenant, specs, placements in self.admission.ready(self.now, self.policy):
+            for spec, placement in zip(specs, placements, strict=True):
+                for state in self._adopt(placement, spec, Residency.COLD):
+                    self._enlist(state)
+            self._actions.append(Placed(tenant.job, placements))
 
     def restore(
         self, now: int, placement: Placement, spec: GroupSpec, resident: bool | Collection[str]
@@ -64,8 +121,8 @@ class Scheduler(Core):
         """Take up a group that was built before the head restarted.
 
         resident: whether its gangs are on their devices, or the ids of those that are; all others are on the host. A
-        gang whose engine is gone: `lost` and `rebuild` follow. Raises BadInput when the GPUs are not the same, or two
-        resident gangs overlap.
+        gang whose engine is gone: `lost` and `rebuild` follow. Raises BadInput when the GPUs are not the same, or
+        resident gangs do not fit beside each other.
         """
         self._at(now)
         self._check_new(spec)
@@ -77,26 +134,33 @@ class Scheduler(Core):
                         f"gangs {gang.id} and {other.id} overlap and cannot both be resident",
                         "Offload one of them first",
                     )
-        self.floor.occupy(placement, spec.owner)
+        self.floor.occupy(placement, spec, self.tenant(spec.owner))
         for state in self._adopt(placement, spec, Residency.HOST):
             if state.id in on_device:
+                self.residence.discard(state)
                 state.residency = Residency.DEVICE
+                self.residence.add(state)
         return self._settle()
 
     def remove(self, now: int, group: str) -> list[Action]:
         """The group is gone, and its engines with it: its calls are dropped, its turn ends, its extents are free.
 
-        Unknown group: nothing happens.
+        So are calls of others that wanted it in their turns. Unknown group: nothing happens.
         """
         self._at(now)
         states = self.groups.pop(group, [])
+        self.specs.pop(group, None)
+        self.rollouts.pop(group, None)
         for state in states:
             self._fail(state, "removed")
-            del self.gangs[state.id]
-            self._unlist(state)
-            for rival in state.rivals.values():
-                del rival.rivals[state.id]
-        self.floor.vacate(group, [state.gang for state in states])
+            self._abandon(state)
+        if states:
+            self.floor.vacate(group)
+            self._admit = True
+            for entry, state in [at for at in self.calls.values() if at[0].call.peer == group]:
+                if entry.call.id in state.queue:
+                    self._drop([entry], state)
+                    self._changed(state)
         actions = self._settle()
         for state in states:
             self.meter.forget(state.id)
@@ -108,9 +172,8 @@ class Scheduler(Core):
         Ignored unless that build is under way.
         """
         turn = self._turn_in(now, gang, Phase.BUILD)
-        if turn:
-            self._offloaded(turn, None)
-            turn.state.move(Residency.DEVICE)
+        if turn and turn.state.arrival:
+            self._arrived(turn.state.arrival)
             self._end(turn, "built")
         return self._settle()
 
@@ -120,8 +183,8 @@ class Scheduler(Core):
         Ignored unless that build is under way.
         """
         turn = self._turn_in(now, gang, Phase.BUILD)
-        if turn:
-            self._offloaded(turn, evicted)
+        if turn and turn.state.arrival:
+            self._broken_off(turn.state.arrival, evicted)
             self._fail(turn.state, "build failed")
         return self._settle()
 
@@ -133,6 +196,7 @@ class Scheduler(Core):
         """
         self._at(now)
         if gang in self.gangs:
+            self.gangs[gang].moving = False
             self._fail(self.gangs[gang], "lost")
         return self._settle()
 
@@ -141,8 +205,8 @@ class Scheduler(Core):
         self._at(now)
         state = self.gangs.get(gang)
         if state and state.residency is Residency.LOST:
-            state.move(Residency.COLD)
-            state.since = self._next()
+            self._move(state, Residency.COLD)
+            state.since, state.since_us = self._next(), self.now
             self._enlist(state)
         return self._settle()
 
@@ -153,20 +217,36 @@ class Scheduler(Core):
 
         Training calls of a deployment come in seq order. A sample goes to the replica with the fewest outstanding
         units. Raises BadInput: unknown group, an id that is outstanding, a kind that the group's role does not serve, a
-        seq not above the deployment's outstanding ones.
+        seq not above the deployment's outstanding ones, a peer that is not there or does not fit beside the group.
         """
         self._at(now)
         state = self._route(call)
-        self._numbers[call.id] = self._next()
+        tenant = self.tenant(call.job)
+        due_us = None if tenant.deadline_us is None else self.now + tenant.deadline_us
+        entry = Entry(call, tenant, self._next(), self.now, due_us)
         self.accepted += 1
-        self.calls[call.id] = call, state
+        self.calls[call.id] = entry, state
+        self._think(state)
+        rollout = self.rollouts.get(call.group)
+        if rollout is not None:
+            rollout.add()
         turn = self.turns.get(state.id)
-        if turn and turn.phase is Phase.OPEN and turn.drained_us is not None:
-            if self.now >= turn.hold_until(self.policy, self._waiters(turn)):
+        if turn and turn.state is state and turn.phase is Phase.OPEN and turn.drained_us is not None:
+            if self.now >= turn.hold_until(self.policy, False):
                 self._end(turn, "drained")  # it stayed open only because nobody asked; this is another turn
-        state.accept(call)
+        state.accept(entry)
         self._changed(state)
         return self._settle()
+
+    def _think(self, state: GangState) -> None:
+        """Learn how long the gang's users take from a result to the next call."""
+        if state.finished_us is not None and not state.active and not state.queue:
+            gap = self.now - state.finished_us
+            think = state.think.get(state.last)
+            if think is None:
+                think = state.think[state.last] = Learned()
+            think.observe(gap)
+            state.idle_us += gap
 
     def cancel(self, now: int, call_id: str) -> list[Action]:
         """A call that waits is dropped. One that runs is the executor's to stop, which it reports as `finished`.
@@ -175,9 +255,9 @@ class Scheduler(Core):
         """
         self._at(now)
         if call_id in self.calls:
-            call, state = self.calls[call_id]
+            entry, state = self.calls[call_id]
             if call_id in state.queue:
-                self._drop([call], state)
+                self._drop([entry], state)
                 self._changed(state)
             else:
                 self.cancelled.add(call_id)
@@ -187,14 +267,85 @@ class Scheduler(Core):
         """A call ended, well or not, after so many units. Wherever the call is, it ends; unknown: nothing happens."""
         self._at(now)
         if call_id in self.calls:
-            call, state = self.calls[call_id]
-            self.meter.stopped(state.id, call, units)
-            self._forget(call, state)
+            entry, state = self.calls[call_id]
+            ran = call_id in state.active
+            self.meter.stopped(state.id, entry.call, units)
+            self._forget(entry, state)
+            if ran:
+                state.finished_us, state.last = self.now, entry.call.kind
+                if not state.active:
+                    state.busy_us += self.now - state.active_us
             turn = self.turns.get(state.id)
-            if turn and turn.phase in (Phase.OPEN, Phase.PAUSING):
-                turn.note_finished(self.now, call)
+            if turn and turn.state is state and turn.phase in (Phase.OPEN, Phase.PAUSING):
+                turn.note_finished(self.now, entry)
             self._changed(state)
+            if ran:
+                self._profile(state, entry, turn)
         return self._settle()
+
+    def _profile(self, state: GangState, entry: Entry, turn: OpenTurn | None) -> None:
+        """Count what tells how much of its GPUs a group needs; when that is known, placement goes by it."""
+        group = state.spec.group
+        if state.spec.role is Role.SAMPLE:
+            if not self.rollouts[group].over:
+                return
+        elif entry.call.kind is not CallKind.OPTIM_STEP:
+            return
+        state.steps += 1
+        gangs = self.groups[group]
+        if state.steps < _PROFILED or (state.steps > _PROFILED and not self.policy.relocate):
+            return
+        duties = [gang.duty for gang in gangs if gang.duty is not None]
+        self.floor.set_duty(group, sum(duties) / len(duties))
+        if self.policy.relocate and state.trains and turn and not turn.gradients and turn.drained_us is not None:
+            self._relocate(state, turn)
+
+    # ---- placed anew
+
+    def _relocate(self, state: GangState, turn: OpenTurn) -> None:
+        """At the natural end of a turn: go where there is clearly more room, once."""
+        group = state.spec.group
+        if group in self.relocated_groups:
+            return
+        better = self.floor.better(group, self.policy, state.owner)
+        if better is None:
+            return
+        self.relocated_groups.add(group)
+        state.moving = True
+        self._moves[group] = better
+        self._end(turn, "relocated")
+        self._actions.append(Relocate(group, better))
+
+    def relocated(self, now: int, group: str, ok: bool) -> list[Action]:
+        """The answer to Relocate. ok: its state is saved and its engines have ended; it is built anew at its new place.
+
+        Not ok: it stays where it is. Ignored unless that is under way.
+        """
+        self._at(now)
+        placement = self._moves.pop(group, None)
+        states = self.groups.get(group)
+        if placement is None or not states or not states[0].moving:
+            return self._settle()
+        old = states[0]
+        old.moving = False
+        if ok:
+            entries = list(old.queue.values())
+            for entry in entries:
+                old.forget(entry)
+            self._fail(old, "relocated")
+            self._abandon(old)
+            self.floor.move(group, placement)
+            (new,) = self._adopt(placement, old.spec, Residency.COLD)
+            new.think, new.service, new.cycle, new.steps = old.think, old.service, old.cycle, old.steps
+            new.finished_us, new.last = old.finished_us, old.last
+            for entry in entries:
+                new.accept(entry)
+                self.calls[entry.call.id] = entry, new
+            self._admit = True
+        self._enlist(self.groups[group][0])
+        return self._settle()
+
+    # ---- answers
 
     def paused(self, now: int, gang: str, unfinished: Collection[str]) -> list[Action]:
         """The answer to Pause: these calls go back to the front of the gang's queue; its turn ends.
@@ -205,13 +356,18 @@ class Scheduler(Core):
         self._at(now)
         state = self.gangs.get(gang)
         if state:
-            for call in state.put_back(set(unfinished)):
-                self.meter.stopped(gang, call, call.units)
-                if call.id in self.cancelled:
-                    self._drop([call], state)
+            busy = bool(state.active)
+            for entry in state.put_back(set(unfinished)):
+                self.meter.stopped(gang, entry.call, entry.call.units)
+                if entry.call.id in self.cancelled:
+                    self._drop([entry], state)
+            if busy and not state.active:
+                state.busy_us += self.now - state.active_us
             turn = self.turns.get(gang)
-            if turn and turn.phase is Phase.PAUSING:
-                self._end(turn, "quantum")
+            if turn and turn.state is state and turn.phase is Phase.PAUSING:
+                if turn.gather:
+                    self._gathered(turn)
+                self._end(turn, "gathered" if turn.gather else turn.why)
             self._changed(state)
         return self._settle()
 
@@ -223,16 +379,25 @@ class Scheduler(Core):
         Not ok: the gang is lost, its calls are dropped; victims not in `evicted` count as in `lost`. Ignored unless the
         switch is under way. moved: GPU -> what was moved; the head journals it, the scheduler needs the time only.
         """
-        turn = self._turn_in(now, gang, Phase.SWITCH)
-        if turn:
-            self._offloaded(turn, None if ok else evicted)
+        self._at(now)
+        state = self.gangs.get(gang)
+        arrival = state.arrival if state else None
+        if arrival and not (arrival.turn and arrival.turn.phase is Phase.BUILD):
+            turn = arrival.turn
             if ok:
-                turn.state.move(Residency.DEVICE)
-                turn.open(self.now)
-                self._changed(turn.state)
+                self._arrived(arrival)
+                if turn:
+                    self._loaded(turn)
             else:
-                self._fail(turn.state, "switch failed")
+                self._broken_off(arrival, evicted)
+                self._fail(state, "switch failed")
         return self._settle()
+
+    def prefetched(
+        self, now: int, gang: str, ok: bool, moved: Mapping[str, Moved], evicted: Collection[str]
+    ) -> list[Action]:
+        """The answer to Prefetch, as `switched`. If the gang has been given its turn meanwhile, that begins now."""
+        return self.switched(now, gang, ok, moved, evicted)
 
     # ---- time
 
@@ -243,7 +408,7 @@ class Scheduler(Core):
 
     def wake_at(self) -> int | None:
         """When `tick` is wanted next if no event comes before."""
-        if self._dirty:
+        if (self._open and not self.draining) or self._stirred or self._unused:
             return self.now
         while self._due and self._due[0][2].deadline != self._due[0][0]:
             heappop(self._due)
@@ -254,7 +419,9 @@ class Scheduler(Core):
         self._at(now)
         actions = self._settle()
         self.meter.cut(self.now, self.floor.gpus)
-        return actions + self._closed()
+        self._hand_out()
+        closed, self._actions = self._actions, []
+        return actions + closed
 
     # ---- people
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from plexrl.scheduler.turn import OpenTurn, Phase
 from plexrl.types import Call, Span, SpanClass
 
 
@@ -15,20 +14,6 @@ class Use(Struct, frozen=True):
     kind: SpanClass
     gang: str = ""
     job: str = ""
-
-
-def use_of(turn: OpenTurn | None, offload: OpenTurn | None, started_up: bool, draining: bool) -> Use:
-    """The class of a GPU by precedence. turn: holds it. offload: a turn for which another gang leaves it."""
-    if turn and turn.phase in (Phase.OPEN, Phase.PAUSING) and turn.state.active:
-        return Use(SpanClass.BUSY, turn.state.id)
-    switch = turn if turn and turn.phase is not Phase.OPEN else offload
-    if switch:
-        return Use(SpanClass.SWITCH, switch.state.id, switch.job)
-    if turn and turn.deadline is not None and not draining:
-        return Use(SpanClass.KEPT, turn.state.id, turn.job)
-    if not started_up:
-        return Use(SpanClass.STARTUP)
-    return Use(SpanClass.DRAIN if draining else SpanClass.IDLE)
 
 
 @dataclass(slots=True)
@@ -57,7 +42,7 @@ class Meter:
         self._work: dict[str, Work] = {}
 
     def update(self, now: int, uses: Mapping[str, Use]) -> None:
-        """Close the spans of the GPUs whose use changes, and open the next."""
+        """Close the spans of the GPUs whose use changes, and open the next. All of a gang's GPUs change together."""
         self._turn_over(now, {gpu: use for gpu, use in uses.items() if use != self.open[gpu][1]})
 
     def cut(self, now: int, gpus: Iterable[str]) -> None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
+from typing import NamedTuple
 
-from plexrl.scheduler.gang import GangState
+from plexrl.scheduler.costs import Learned, anticipation_us
+from plexrl.scheduler.gang import SCAVENGER, Entry, GangState
 from plexrl.scheduler.policy import Policy
+from plexrl.scheduler.spans import Use
 from plexrl.types import Call, CallKind
+
+_MANY_YEARS = 1 << 62
+_UNSEEN = Learned()
+
+
+class Others(NamedTuple):
+    """Those who wait for a turn's GPUs.
+
+    best: the best class among them. answered: its job's next call is theirs, and nobody else waits. preempt_us: from
+    when on an interactive one may break it off. owed: a reservation that it went ahead of waits for nothing but it.
+    """
+
+    best: int
+    answered: bool
+    preempt_us: int
+    owed: bool
 
 
 class Phase(StrEnum):
@@ -25,63 +42,142 @@ class Phase(StrEnum):
 class OpenTurn:
     """A granted turn. Times in microseconds.
 
-    job: who pays for the switch and for keeping. switch_us: what the switch that began it took.
-    drained_us: since when there is nothing to run. gradients: deployment -> end of its last forward_backward
-    that no optim_step has followed yet. deadline: when a tick is due for it; None while nothing bounds it.
+    gpus: those of the gang, and of its peers in a union turn. peer: the other group of a union turn. job: who pays for
+    the switch and for keeping. rank: of the class that it works for. to_load: gangs that still have to come in.
+    switch_us: what the switch that began it took. limit_us: when it must have ended for a reservation that it went
+    ahead of. drained_us: since when there is nothing to run. gradients: deployment -> end of its last forward_backward
+    that no optim_step has followed yet. cycle_us: when the cycle began that leads to the next optim_step. cycles: how
+    many have ended. deadline, why: when a tick is due for it, and what ends it then; None while nothing bounds it.
+    gather: where its samples go when it has paused. looked: nobody new could be prefetched beside it. use: as metered.
     """
 
     state: GangState
+    gpus: tuple[str, ...]
+    peers: tuple[GangState, ...]
+    peer: str
     phase: Phase
     granted_us: int
     job: str
-    evicting: list[GangState] = field(default_factory=list)
+    rank: int
+    to_load: list[GangState] = field(default_factory=list)
     opened_us: int = 0
     switch_us: int = 0
+    limit_us: int | None = None
     ran: bool = False
     drained_us: int | None = None
     gradients: dict[str, int] = field(default_factory=dict)
+    cycle_us: int | None = None
+    cycles: int = 0
     deadline: int | None = None
+    why: str = ""
+    gather: GangState | None = None
+    looked: bool = False
+    use: Use | None = None
 
     def open(self, now: int) -> None:
         """The gang is resident: calls may run from now on."""
         self.phase, self.opened_us, self.switch_us = Phase.OPEN, now, now - self.granted_us
         self.note_drained(now)
 
+    @property
+    def runnable(self) -> bool:
+        """Whether something runs or could. A call that wants other GPUs as well is for another turn."""
+        state = self.state
+        if state.active:
+            return True
+        first = state.first
+        return first is not None and first.call.peer == self.peer
+
     def note_drained(self, now: int) -> None:
         """Keep `drained_us` true after any change of the gang's calls."""
-        if self.state.active or self.state.queue:
+        if self.runnable:
             self.drained_us = None
         elif self.drained_us is None:
             self.drained_us = now
 
-    def note_finished(self, now: int, call: Call) -> None:
+    def note_started(self, now: int, call: Call) -> None:
+        """A cycle begins with a forward_backward while no gradients are live."""
+        if call.kind is CallKind.FORWARD_BACKWARD and not self.gradients:
+            self.cycle_us = now
+
+    def note_finished(self, now: int, entry: Entry) -> None:
         """Remember for whom the turn would be kept, and whether gradients are live."""
-        self.job = call.job
+        call = entry.call
+        self.job, self.rank = call.job, entry.rank
         if call.kind is CallKind.FORWARD_BACKWARD:
             self.gradients[call.deployment] = now
         elif call.kind in (CallKind.OPTIM_STEP, CallKind.LOAD_STATE):
             self.gradients.pop(call.deployment, None)
+            if call.kind is CallKind.OPTIM_STEP and self.cycle_us is not None:
+                self.state.cycle.observe(now - self.cycle_us)
+                self.cycle_us = None
+                self.cycles += 1
 
-    def hold_until(self, policy: Policy, waiters: Iterable[GangState]) -> int:
-        """Until when a drained turn is kept for the next call (rule 10). Only for a drained turn."""
-        # Nobody's next call is awaited when it has come already, to another gang: one job alone hands itself over.
-        others = (waiter.job for waiter in waiters)
-        answered = next(others, None) == self.job and all(job == self.job for job in others)
-        hold = self.drained_us + (0 if answered else policy.anticipation_us)
+    def full_us(self, policy: Policy) -> int:
+        """When its quantum is over."""
+        return self.opened_us + max(policy.quantum_us, int(policy.min_turn_factor * self.switch_us))
+
+    def ends_before(self, now: int, policy: Policy) -> bool:
+        """Whether the next call begins a cycle that would outlast the quantum: better stop where nothing moves."""
+        first, cycle = self.state.first, self.state.cycle
+        return (
+            policy.natural_ends
+            and self.cycles > 0
+            and not self.gradients
+            and first is not None
+            and first.call.kind is CallKind.FORWARD_BACKWARD
+            and now + cycle.mean > self.full_us(policy)
+        )
+
+    def hold_until(self, policy: Policy, answered: bool) -> int:
+        """Until when a drained turn is kept for the next call (rule 10). Only for a drained turn.
+
+        answered: its job's next call has come already, to a gang that waits for these GPUs, and nobody else waits.
+        """
+        state = self.state
+        if state.queue:  # what is queued here is for another turn
+            return self.drained_us
+        window = 0
+        if not answered:
+            think = state.think.get(state.last)
+            # Away and back is two switches.
+            window = anticipation_us(think or _UNSEEN, policy.anticipation_us, 2 * state.switch.mean)
+        hold = self.drained_us + window
         if self.gradients:
             hold = max(hold, max(self.gradients.values()) + policy.gradient_anticipation_us)
         return hold
 
-    def ends_at(self, policy: Policy, waiters: Iterable[GangState]) -> int | None:
-        """When the turn must end, or be paused, for those who wait for its GPUs. None while nothing asks for it."""
-        waiters = iter(waiters)
-        first = next(waiters, None)
-        if self.phase is not Phase.OPEN or first is None:
-            return None
-        end = self.opened_us + max(policy.quantum_us, int(policy.min_turn_factor * self.switch_us))
-        if self.gradients:
+    def ends_at(self, policy: Policy, others: Others) -> tuple[int, str]:
+        """When the turn must end, or be paused, for those who wait for its GPUs, and why then."""
+        end, why = self.full_us(policy), "quantum"
+        if self.gradients and policy.natural_ends:
             # Its natural end is after optim_step, when no gradients need to move: give it the time to get there.
             end = max(end, min(end, max(self.gradients.values())) + policy.gradient_anticipation_us)
+        start = self.opened_us
+        if self.rank < SCAVENGER == others.best:
+            end = _MANY_YEARS  # scavengers have what is left over
+        if self.rank == SCAVENGER and others.best < SCAVENGER:
+            end, why = start, "preempted"
+        elif others.best == 0 < self.rank and max(start, others.preempt_us) < end:
+            end, why = max(start, others.preempt_us), "preempted"
+        if self.limit_us is not None:
+            limit = start if others.owed else self.limit_us
+            if limit < end:
+                end, why = limit, "reserved"
         if self.drained_us is not None:
-            end = min(end, self.hold_until(policy, chain([first], waiters)))
-        return end
+            hold = self.hold_until(policy, others.answered)
+            if hold <= end:
+                end, why = hold, "drained"
+        return end, why
+
+    def expected_end(self, policy: Policy, now: int) -> int:
+        """The earliest that its GPUs may be expected back, for those who plan around it."""
+        if self.phase is Phase.OPEN:
+            if self.drained_us is not None:
+                return now
+            usual = self.opened_us + self.state.service.mean
+            return max(now, min(usual if self.state.service.count else _MANY_YEARS, self.full_us(policy)))
+        if self.phase is Phase.SWITCH:
+            left = max(0, self.granted_us + self.state.switch.mean - now)
+            return now + left + min(self.state.service.mean, policy.quantum_us)
+        return now

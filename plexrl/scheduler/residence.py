@@ -1,0 +1,141 @@
+"""Who is on which GPU, who comes in, and who has to leave for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from plexrl.scheduler.gang import GangState, rivals
+from plexrl.types import Residency
+
+if TYPE_CHECKING:
+    from plexrl.scheduler.turn import OpenTurn
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """A gang comes in, others leave for it. turn: that waits for it; None for a prefetch nobody waits for yet."""
+
+    state: GangState
+    begun_us: int
+    evicting: list[GangState] = field(default_factory=list)
+    turn: OpenTurn | None = None
+
+
+class Residence:
+    """The bytes of all GPUs, as the residencies of gangs say. Every change of a residency goes through `move`.
+
+    used: GPU -> bytes of those that are, or may be, on it, and residual bytes of those that sleep. While somebody comes
+    in, both it and those that leave for it count: they cross.
+    """
+
+    def __init__(self, gpus: Mapping[str, int]) -> None:
+        self._bytes = dict(gpus)
+        self.used: dict[str, int] = dict.fromkeys(gpus, 0)
+        self.on: dict[str, dict[str, GangState]] = {gpu: {} for gpu in gpus}
+
+    def add(self, state: GangState) -> None:
+        """A gang was placed."""
+        if state.gang.extents[0].offset is not None:
+            near = {other.id: other for gpu in state.gpus for other in self.on[gpu].values()}
+            for other in near.values():
+                if rivals(state.gang, other.gang):
+                    state.rivals[other.id] = other
+                    other.rivals[state.id] = state
+        held = _held(state)
+        for gpu in state.gpus:
+            self.on[gpu][state.id] = state
+            self.used[gpu] += held
+
+    def discard(self, state: GangState) -> None:
+        """A gang is gone."""
+        held = _held(state)
+        for gpu in state.gpus:
+            del self.on[gpu][state.id]
+            self.used[gpu] -= held
+        for rival in state.rivals.values():
+            del rival.rivals[state.id]
+
+    def move(self, state: GangState, to: Residency) -> None:
+        """The gang's state is elsewhere now."""
+        before = _held(state)
+        state.move(to)
+        change = _held(state) - before
+        if change:
+            for gpu in state.gpus:
+                self.used[gpu] += change
+
+    def needs(self, members: Iterable[GangState]) -> list[GangState]:
+        """Those of a turn's gangs that have to come in."""
+        return [state for state in members if state.residency is not Residency.DEVICE]
+
+    def victims(
+        self, coming: Sequence[GangState], now: int, keep: Collection[GangState], lazy: bool = True
+    ) -> list[GangState] | None:
+        """Who leaves so that all of `coming` fit, the furthest next use first; None while it is not possible.
+
+        keep: gangs that must stay: those of the turn itself, those at work, a reservation's holder. lazy: only who has
+        to; else everybody whom the rules let go.
+        """
+        chosen: dict[str, GangState] = {}
+        for state in coming:
+            for rival in state.rivals.values():
+                if rival.occupies:
+                    if not _may_leave(rival, keep):
+                        return None
+                    chosen[rival.id] = rival
+        if not coming or coming[0].gang.extents[0].offset is not None:
+            if not lazy:
+                self._sweep(coming, keep, chosen)
+            return self._by_use(chosen, now)
+        lack: dict[str, int] = {}
+        for state in coming:
+            for gpu in state.gpus:
+                base = lack.get(gpu)
+                if base is None:
+                    base = self.used[gpu] - self._bytes[gpu]
+                lack[gpu] = base + state.size - _held(state)
+        for gpu, short in lack.items():
+            short -= sum(_gain(state) for state in chosen.values() if gpu in state.gpus)
+            if short <= 0:
+                continue
+            leavers = [s for s in self.on[gpu].values() if s.occupies and s.id not in chosen and _may_leave(s, keep)]
+            leavers.sort(key=lambda s: (-s.next_use(now), s.used, s.id))
+            for leaver in leavers:
+                if leaver in coming:
+                    continue
+                chosen[leaver.id] = leaver
+                short -= _gain(leaver)
+                if short <= 0:
+                    break
+            if short > 0:
+                return None
+        if not lazy:
+            self._sweep(coming, keep, chosen)
+        return self._by_use(chosen, now)
+
+    def _sweep(self, coming: Sequence[GangState], keep: Collection[GangState], chosen: dict[str, GangState]) -> None:
+        for state in coming:
+            for gpu in state.gpus:
+                for other in self.on[gpu].values():
+                    if other.residency is Residency.DEVICE and _may_leave(other, keep) and other not in coming:
+                        chosen[other.id] = other
+
+    def _by_use(self, chosen: Mapping[str, GangState], now: int) -> list[GangState]:
+        return sorted(chosen.values(), key=lambda s: (-s.next_use(now), s.used, s.id))
+
+
+def _may_leave(state: GangState, keep: Collection[GangState]) -> bool:
+    return state.arrival is None and state.evictor is None and state not in keep and not state.moving
+
+
+def _held(state: GangState) -> int:
+    """Bytes of the gang on each of its GPUs."""
+    if state.occupies:
+        return state.size
+    return 0 if state.residency in (Residency.COLD, Residency.LOST) else state.spec.residual_bytes
+
+
+def _gain(state: GangState) -> int:
+    return state.size - state.spec.residual_bytes
