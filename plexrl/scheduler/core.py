@@ -24,9 +24,9 @@ from plexrl.types import BadInput, Call, CallKind, GpuRole, GroupSpec, Placement
 class Core:
     """Gangs, calls, turns and time. Every event changes them through these methods, then calls `_settle`.
 
-    line: who waits. turns: by gang; held: by GPU; free: GPUs of no turn. offloads: GPU -> gangs that leave it, and for
-    whom. What changed is marked (`_open` GPUs to grant, `_stirred` turns, `_unused` GPUs), so that `_settle` looks at
-    that only.
+    line: who waits. turns: by gang; held: by GPU; free: GPUs of no turn. copies: GPU -> gangs that leave it or come in,
+    and for whom. What changed is marked (`_open` GPUs to grant, `_stirred` turns, `_unused` GPUs to meter), so that
+    `_settle` looks at that only.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Core:
         self.turns: dict[str, OpenTurn] = {}
         self.held: dict[str, OpenTurn] = {}
         self.free: set[str] = set(gpus)
-        self.offloads: dict[str, dict[str, Arrival]] = {gpu: {} for gpu in gpus}
+        self.copies: dict[str, dict[str, Arrival]] = {gpu: {} for gpu in gpus}
         self.meter: Meter | None = None
         self.started_up = False
         self.draining = False
@@ -223,8 +223,7 @@ class Core:
         waiter = self.line.get(state.id)
         if waiter is None:
             return
-        if self.line.holds(waiter):
-            self._open.update(waiter.gpus)
+        self._release(waiter)
         self.line.discard(state.id)
         for gpu in waiter.gpus:
             turn = self.held.get(gpu)
@@ -270,15 +269,16 @@ class Core:
 
     def _arrive(self, state: GangState, victims: list[GangState], turn: OpenTurn | None) -> tuple[str, ...]:
         """The gang begins to come in, and others to leave for it; their names."""
-        arrival = Arrival(state, self.now, victims, turn)
+        arrival = Arrival(state, self.now, turn.job if turn else state.tenant.job, victims, turn)
         state.arrival = arrival
         for victim in victims:
             self._move(victim, Residency.OFFLOADING)
             victim.evictor = arrival
-            for gpu in victim.gpus:
-                self.offloads[gpu][victim.id] = arrival
-            self._unused.update(victim.gpus)
         self._move(state, Residency.LOADING)
+        for one in (state, *victims):
+            for gpu in one.gpus:
+                self.copies[gpu][one.id] = arrival
+            self._unused.update(one.gpus)
         return tuple(victim.id for victim in victims)
 
     def _arrived(self, arrival: Arrival) -> None:
@@ -287,6 +287,7 @@ class Core:
             self._clear_evictor(victim)
             self._move(victim, Residency.HOST)
         arrival.evicting = []
+        self._copied(arrival.state)
         arrival.state.arrival = None
         if arrival.turn is None or arrival.turn.phase is not Phase.BUILD:
             arrival.state.switch.observe(self.now - arrival.begun_us)
@@ -300,8 +301,15 @@ class Core:
             if victim.id in evicted:
                 self._move(victim, Residency.HOST)
         arrival.evicting = []
+        self._copied(arrival.state)
         arrival.state.arrival = None
         self._look_again(arrival.state)
+
+    def _copied(self, state: GangState) -> None:
+        """Nothing of the gang moves any more."""
+        for gpu in state.gpus:
+            self.copies[gpu].pop(state.id, None)
+        self._unused.update(state.gpus)
 
     def _look_again(self, state: GangState) -> None:
         """Somebody who waits beside a turn on these GPUs may fit now."""
@@ -312,11 +320,8 @@ class Core:
                 self._stir(turn)
 
     def _clear_evictor(self, victim: GangState) -> None:
-        for gpu in victim.gpus:
-            self.offloads[gpu].pop(victim.id, None)
-            if gpu in self.free:
-                self._open.add(gpu)
-        self._unused.update(victim.gpus)
+        self._copied(victim)
+        self._open.update(gpu for gpu in victim.gpus if gpu in self.free)
         victim.evictor = None
         self._look_again(victim)
 
@@ -420,8 +425,7 @@ class Core:
         others = line.others(waiter)
         if others and self._starves(waiter) and not any(self._before(other, waiter) for other in others):
             for other in others:
-                self._open.update(other.gpus)
-                line.release(other)
+                self._release(other)
             others = []
         if others:
             if whole and self.policy.backfill:
@@ -439,6 +443,13 @@ class Core:
                 if turn:
                     turn.looked = False
                     self._stir(turn)
+
+    def _release(self, waiter: Waiter) -> None:
+        """Give up the waiter's reservations, if it has any. All that were in their way may want ones of their own."""
+        if self.line.holds(waiter):
+            self.line.release(waiter)
+            for gpu in waiter.gpus:
+                self._open.update(gpu for other in self.line.on[gpu].values() for gpu in other.gpus)
 
     def _starves(self, waiter: Waiter) -> bool:
         return waiter.state.rank != SCAVENGER and self.now - waiter.since_us >= self.policy.starvation_us
@@ -573,7 +584,10 @@ class Core:
             use = self._use_of(turn)
             if use != turn.use:
                 turn.use = use
-                uses.update(dict.fromkeys(turn.gpus, use))
+                if use.kind in (SpanClass.BUSY, SpanClass.SWITCH):
+                    uses.update(dict.fromkeys(turn.gpus, use))
+                else:  # copies for others may show on some of them
+                    self._unused.update(turn.gpus)
         self._stirred.clear()
         if self._unused:
             for gpu in sorted(self._unused):
@@ -716,12 +730,11 @@ class Core:
 
     def _use(self, gpu: str) -> Use:
         turn = self.held.get(gpu)
-        if turn:
-            return self._use_of(turn)
-        arrival = next((a for a in self.offloads[gpu].values() if a.turn is not None), None)
-        if arrival:
-            return Use(SpanClass.SWITCH, arrival.state.id, arrival.turn.job)
-        return self._nobodys()
+        use = self._use_of(turn) if turn else self._nobodys()
+        if use.kind not in (SpanClass.BUSY, SpanClass.SWITCH) and self.copies[gpu]:
+            arrival = next(iter(self.copies[gpu].values()))
+            return Use(SpanClass.SWITCH, arrival.state.id, arrival.turn.job if arrival.turn else arrival.job)
+        return use
 
     def _nobodys(self) -> Use:
         if not self.started_up:

@@ -46,13 +46,12 @@ class Line:
             self.on[gpu][waiter.state.id] = waiter
 
     def discard(self, gang: str) -> Waiter | None:
-        """The gang waits no longer; its former place. Its reservations are free."""
+        """The gang waits no longer; its former place. Its reservations are to be released before."""
         waiter = self._all.pop(gang, None)
         if waiter:
             self.ranks[waiter.rank] -= 1
             for gpu in waiter.gpus:
                 del self.on[gpu][gang]
-            self.release(waiter)
         return waiter
 
     def holds(self, waiter: Waiter) -> bool:

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """A gang comes in, others leave for it. turn: that waits for it; None for a prefetch nobody waits for yet."""
+    """A gang comes in, others leave for it. job: pays. turn: that waits for it; None for a prefetch so far."""
 
     state: GangState
     begun_us: int
+    job: str
     evicting: list[GangState] = field(default_factory=list)
     turn: OpenTurn | None = None
 
