@@ -18,7 +18,7 @@ def export(
     records: Sequence[r.Record],
     *,
     user: str | None = None,
-    policy: Mapping[str, str | int | float | bool] | None = None,
+    policy: Mapping[str, object] | None = None,
     gpu_bytes: int = 0,
     host_bytes: int = 0,
 ) -> t.Recording:
@@ -45,6 +45,8 @@ def export(
     zero = min(trace.steps[0].accepted_us for trace in jobs.values())
     calls.sort(key=lambda call: call.accepted_us)
     used = {call.group for call in calls}
+    placed = {x.spec.group: x for x in records if isinstance(x, r.GroupPlaced)}
+    groups = [group for name, group in placed.items() if name in used]
     return t.Recording(
         header=t.Header(
             version=t.VERSION,
@@ -55,10 +57,13 @@ def export(
             gpu_bytes=gpu_bytes,
             host_bytes=host_bytes,
             policy=dict(policy or {}),
+            virtual=any(
+                extent.offset is None for group in groups for gang in group.placement.gangs for extent in gang.extents
+            ),
             classes={str(kind): us for kind, us in sorted(spans.classes.items())},
         ),
         jobs=[_job(trace, spans, zero) for trace in jobs.values()],
-        groups=[_group(group, spans) for group in _groups(records, used)],
+        groups=[_group(group, spans) for group in groups],
         moves=[_move(move, zero) for move in spans.moves if move.gang.rpartition("/")[0] in used],
         calls=[_shifted(call, zero) for call in calls],
     )
@@ -174,11 +179,6 @@ def _job(trace: Trace, spans: _Spans, zero: int) -> t.Job:
         switch_us=charged["switch"],
         kept_us=charged["kept"],
     )
-
-
-def _groups(records: Sequence[r.Record], used: set[str]) -> list[r.GroupPlaced]:
-    found = {x.spec.group: x for x in records if isinstance(x, r.GroupPlaced) and x.spec.group in used}
-    return list(found.values())
 
 
 def _group(placed: r.GroupPlaced, spans: _Spans) -> t.Group:

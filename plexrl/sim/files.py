@@ -1,4 +1,5 @@
-"""Workloads in files: a Workload in JSON or YAML, field by field, or `family: NAME` with that family's parameters."""
+"""Workloads in files: a Workload in JSON or YAML, field by field; `family: NAME` with that family's parameters; or a
+trace that a pool recorded, whose calls come again."""
 
 import json
 from pathlib import Path
@@ -7,6 +8,7 @@ import msgspec
 import yaml
 from msgspec import structs
 
+from plexrl.sim import recorded, trace
 from plexrl.sim.generate import generate
 from plexrl.sim.workload import SamplePlan, TrainPlan, Workload
 from plexrl.types import BadInput
@@ -14,6 +16,9 @@ from plexrl.types import BadInput
 
 def read(path: Path, seed: int | None = None) -> Workload:
     """The workload in a file. seed: in place of the file's. Raises BadInput that names the file and the field."""
+    if trace.is_trace(path):
+        workload = recorded.workload(trace.read(path))
+        return workload if seed is None else structs.replace(workload, seed=seed)
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)

@@ -8,6 +8,7 @@ sent or got.
 import gzip
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct, field
@@ -15,6 +16,7 @@ from msgspec import Struct, field
 from plexrl.types import BadInput, CallKind, Role
 
 VERSION = 1
+_GZIP = b"\x1f\x8b"
 
 
 class Line(Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
@@ -25,7 +27,8 @@ class Header(Line, kw_only=True, tag="header"):
     """What was recorded. from_us: unix microseconds of time 0. until_us: end of the recording.
 
     gpus: names, `<node>:<index>`. gpu_bytes, host_bytes: of a GPU and of a node, 0 where unknown. policy: the
-    scheduler's section of the configuration. classes: GPU-microseconds by class of the ledger.
+    scheduler's section of the configuration, by the names of scheduler.Policy. virtual: its devices give stable virtual
+    addresses (CUDA), so that gangs need no fixed places in memory. classes: GPU-microseconds by class of the ledger.
     """
 
     version: int
@@ -35,7 +38,8 @@ class Header(Line, kw_only=True, tag="header"):
     gpus: tuple[str, ...]
     gpu_bytes: int = 0
     host_bytes: int = 0
-    policy: dict[str, str | int | float | bool] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    virtual: bool = False
     classes: dict[str, int] = field(default_factory=dict)
 
 
@@ -156,10 +160,19 @@ def read(path: Path) -> Recording:
     """A trace, plain or gzipped. Raises BadInput, naming file, line and field, for what is none of this version."""
     try:
         data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        data = gzip.decompress(data) if data.startswith(_GZIP) else data
     except (OSError, EOFError) as error:
         raise BadInput(f"{path} cannot be read ({error})", "Write one with plexrl trace export") from error
     return parse(data.splitlines(), str(path))
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file is gzipped or begins as a trace does. False where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16).startswith((_GZIP, b'{"type":"header"'))
+    except OSError:
+        return False
 
 
 def parse(lines: Iterable[bytes], where: str) -> Recording:
