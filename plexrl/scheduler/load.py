@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plexrl.scheduler.seats import Node, Want
 
 ONE = 1_000_000
+ALIGN = 64  # bytes; a tensor off this boundary gives other bits
 CLASSES = tuple(JobClass)
 # Before anything is measured. Published phase shares: rollout 63 to 90 % of a step, "about 80 %" on average (Seer,
 # arXiv 2511.14617, table 1; RollPacker; APRIL). Training: 14 to 31 % there, and a trainer computes 19 to 29 % of the
@@ -97,6 +98,20 @@ class Card:
         self.filled -= gone.end - gone.start
         self.need = max((p.end - p.start - p.residual for p in self.placed), default=0)
         self.shift(gone.owner, -duty)
+
+    def offset(self, size: int, owner: str) -> int:
+        """Where an extent of the owner's would lie at fixed offsets; the size, in bytes, is a multiple of `ALIGN`."""
+        # The overlap is piecewise linear in the offset, so its minimum lies at one of these.
+        last = (self.bytes - size) // ALIGN * ALIGN
+        edges = {0, last, *(p.end for p in self.placed), *(p.start - size for p in self.placed)}
+
+        def cost(offset: int) -> tuple[int, int, int]:
+            overlaps = [(min(p.end, offset + size) - max(p.start, offset), p.owner) for p in self.placed]
+            overlaps = [(n, whose) for n, whose in overlaps if n > 0]
+            # A job's own trainer and sampler alternate at every step: rather overlap with somebody else's.
+            return sum(n for n, _ in overlaps), sum(n for n, whose in overlaps if whose == owner), offset
+
+        return min((edge for edge in edges if 0 <= edge <= last), key=cost)
 
     def shift(self, job: str, by: int) -> None:
         """The job is busy here that much more (or less) of the time."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
-from plexrl.scheduler.load import CLASSES, Card, Placed, bounds, share
-from plexrl.scheduler.seats import FITS, NEAR, Node, Rank, Seats, Want, fill, heap, spread
+from plexrl.scheduler.load import ALIGN, CLASSES, ONE, Card, Placed, bounds, share
+from plexrl.scheduler.seats import FITS, NEAR, Node, Rank, Seats, Want, fill, heap, refusal, spread
 from plexrl.types import BadInput, DoesNotFit, Extent, Gang, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
-ALIGN = 64  # bytes; a tensor off this boundary gives other bits
 BETTER = 0.8  # a place is clearly better if its predicted stretch is at most this share of today's (ours)
 # isolated: never a GPU of another job. pack: the fewest GPUs. spread: the least load. spread_backfill places like
 # spread; it differs in who may go first (admission.py).
@@ -114,7 +113,8 @@ class Floor:
         """Place every gang of the group and keep it. Raises DoesNotFit, keeping nothing; BadInput if it is placed."""
         placement = self._choose(spec, policy, tenant, ())
         if placement is None:
-            raise self._refusal(spec, policy, tenant)
+            want = self._want(spec, policy, tenant, ())
+            raise refusal(want, spec, self._cards.values(), self._nodes.values())
         return placement
 
     def choose_all(
@@ -244,7 +244,9 @@ class Floor:
                 for gang in gangs:
                     self._take(gang, home)
                 return None
-            extents = tuple(Extent(self._offset(card, want.size, tenant.job), want.size) for card in cards)
+            extents = tuple(
+                Extent(None if self.virtual else card.offset(want.size, tenant.job), want.size) for card in cards
+            )
             gang = Gang(f"{spec.group}/{replica}", spec.group, tuple(card.name for card in cards), extents)
             for card in cards:
                 want.taken[card] = want.taken.get(card, 0) + 1
@@ -319,52 +321,8 @@ class Floor:
         for gang in home.placement.gangs:
             self._take(gang, home)
 
-    def _offset(self, card: Card, size: int, owner: str) -> int | None:
-        if self.virtual:
-            return None
-        placed = card.placed
-        # The overlap is piecewise linear in the offset, so its minimum lies at one of these.
-        last = (card.bytes - size) // ALIGN * ALIGN
-        edges = {0, last, *(p.end for p in placed), *(p.start - size for p in placed)}
-
-        def cost(offset: int) -> tuple[int, int, int]:
-            overlaps = [(min(p.end, offset + size) - max(p.start, offset), p.owner) for p in placed]
-            overlaps = [(n, whose) for n, whose in overlaps if n > 0]
-            # A job's own trainer and sampler alternate at every step: rather overlap with somebody else's.
-            return sum(n for n, _ in overlaps), sum(n for n, whose in overlaps if whose == owner), offset
-
-        return min((edge for edge in edges if 0 <= edge <= last), key=cost)
-
-    def _refusal(self, spec: GroupSpec, policy: Rules, tenant: Tenant) -> DoesNotFit:
-        """Why the group does not fit, with figures."""
-        want = self._want(spec, policy, tenant, ())
-        usable = [self._cards[gpu] for gpu in self.usable(spec)]
-        needs = f"worker group {spec.group} needs {spec.gang_size} GPUs"
-        if len(usable) < spec.gang_size:
-            role = f" for {spec.role}" if self._roles else ""
-            return DoesNotFit(
-                f"{needs}{role} with {want.size} bytes each, and the pool has {len(usable)} such GPUs "
-                f"(the largest has {max(self.gpus.values(), default=0)} bytes)",
-                "Use a smaller model or gang, fewer LoRA slots or KV bytes, or a pool with larger GPUs",
-            )
-        if want.isolated:
-            left = [card for card in usable if card.duties.keys() <= {want.job}]
-            if len(left) < spec.gang_size:
-                return DoesNotFit(
-                    f"{needs} that no other job uses, and {len(left)} are left for job {want.job}",
-                    "Wait for a job to end, ask for fewer GPUs, or let the pool share them (scheduler.placement: pack)",
-                )
-        full = sum(not card.holds(want) for card in usable)
-        slow = sum(card.holds(want) and card.load_with(want) is None for card in usable)
-        short = sum(n.host is not None and n.used + want.host > n.host for n in self._nodes.values())
-        return DoesNotFit(
-            f"{needs} for each of its {spec.replicas} gangs; of {len(usable)} GPUs {full} are full, on {slow} a job "
-            f"would be slowed down beyond its class's bound, and {short} nodes are short of host memory",
-            "Wait for a job to end, or ask for fewer GPUs or bytes" if self._homes else "Ask for fewer GPUs or bytes",
-        )
-
 
 def _with_duty(home: Home) -> GroupSpec:
     """The group's spec with the duty that is known by now."""
     fields = {name: getattr(home.spec, name) for name in home.spec.__struct_fields__}
-    return GroupSpec(**fields | {"duty": home.duty / 1_000_000})
+    return GroupSpec(**fields | {"duty": home.duty / ONE})

@@ -6,12 +6,12 @@ compared (ours). What changed since the last search is put in order at the next 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from plexrl.scheduler.load import ONE, Card
-from plexrl.types import GpuRole, Role
+from plexrl.types import DoesNotFit, GpuRole, GroupSpec, Role
 
 LOOK = 8
 NEAR = 4  # of which so many, at most, are nodes of the job and of its partners
@@ -23,7 +23,8 @@ FITS = {role: (GpuRole(role), GpuRole.ANY) for role in Role}
 class Node:
     """A node's GPUs. host: its budget for state off the device, bytes (None: unbounded), of which `used` are promised.
 
-    cards, loads: by the role of a group, the GPUs that may take it and their loads in ascending order.
+    By the role of a group: cards, the GPUs that may take it; loads, theirs in ascending order; slack, the load that the
+    members there still bear on top, in ascending order.
     """
 
     name: str
@@ -31,11 +32,19 @@ class Node:
     host: int | None
     used: int = 0
     cards: dict[Role, list[Card]] = field(default_factory=lambda: {role: [] for role in Role})
-    loads: dict[Role, list[int]] = field(default_factory=lambda: {role: [] for role in Role})
+    loads: dict[Role, list[int]] = field(default_factory=dict)
+    slack: dict[Role, list[float]] = field(default_factory=dict)
 
-    def weigh(self) -> None:
+    def weigh(self, bounds: tuple[float, ...]) -> None:
         """Say again how loaded the GPUs are."""
-        self.loads = {role: sorted(card.load for card in cards) for role, cards in self.cards.items()}
+        for role, cards in self.cards.items():
+            self.loads[role] = sorted([card.load for card in cards])
+            self.slack[role] = sorted([bounds[card.mask] - card.load for card in cards])
+
+    def hope(self, want: Want, room: float) -> int:
+        """At most how many GPUs may take the gang where the job has nothing: load within `room`, its duty borne."""
+        slack = self.slack[want.role]
+        return min(bisect_right(self.loads[want.role], room), len(slack) - bisect_left(slack, want.duty))
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -94,10 +103,9 @@ class Seats:
         self._nodes = nodes
         self._look = LOOK if lazy else len(nodes)
         self._orders: dict[tuple[Role, int], Order] = {}
-        self._changed: dict[Node, None] = {}
+        self._changed: dict[Node, None] = dict.fromkeys(nodes)
+        self._bounds: tuple[float, ...] = ()
         self._widest = {role: max((len(node.cards[role]) for node in nodes), default=0) for role in Role}
-        for node in nodes:
-            node.weigh()
 
     def changed(self, node: Node) -> None:
         """The load of a GPU of this node is another now."""
@@ -105,7 +113,7 @@ class Seats:
 
     def find(self, want: Want) -> list[Card] | None:
         """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'."""
-        for search in (self._on_one, self._over_many):
+        for search in (self._on_one, self._over_many) if want.count > 1 else (self._on_one,):
             for fresh in (True, False) if want.taken else (True,):
                 found = search(want, fresh)
                 if found:
@@ -149,8 +157,12 @@ class Seats:
 
     def _over_many(self, want: Want, fresh: bool) -> list[Entry] | None:
         # Enough whole nodes, the best of them; where they are too few, whatever there is.
-        parts = self._parts(want, fresh, self._widest[want.role])
-        if sum(map(len, parts)) < want.count:
+        widest = self._widest[want.role]
+        parts = self._parts(want, fresh, widest)
+        if sum(len(part) for part in parts if len(part) == widest) < want.count:
+            room = self._room(want)
+            if len(want.own) + sum(node.hope(want, room) for node in self._nodes) < want.count:
+                return None
             parts = self._parts(want, fresh, 1)
         if sum(map(len, parts)) < want.count:
             return None
@@ -184,27 +196,29 @@ class Seats:
         Where the job has nothing, its duty must fit on top of the load of the GPUs; where it is already, the load may
         not even grow, so that those nodes are looked at whatever their load.
         """
-        self._refresh()
+        self._refresh(want.bounds)
         if self._look == len(self._nodes):
             yield from self._nodes
             return
         yield from want.near
-        room = 0 if want.isolated else want.bounds[want.mask] - want.duty
+        room = self._room(want)
         low = self._order(want.role, count).line
         if low and low[0][0] <= room:
             line = self._order(want.role, 0).line if want.rank is heap else low
             for _, at in line:
                 node = self._nodes[at]
-                loads = node.loads[want.role]
-                if len(loads) < count or loads[count - 1] > room:
-                    if line is low:
-                        break
-                elif node not in want.near:
-                    yield node
+                if node.hope(want, room) >= count:
+                    if node not in want.near:
+                        yield node
+                elif line is low and node.loads[want.role][count - 1] > room:
+                    break
         for node in dict.fromkeys(card.node for card in want.own):
-            loads = node.loads[want.role]
-            if node not in want.near and len(loads) >= count and loads[count - 1] > room:
+            if node not in want.near and node.hope(want, room) < count:
                 yield node
+
+    def _room(self, want: Want) -> float:
+        """The load of a GPU on top of which the gang is within the bound of its own class."""
+        return 0 if want.isolated else want.bounds[want.mask] - want.duty
 
     def _order(self, role: Role, count: int) -> Order:
         """Nodes by the load of their count-th least loaded GPU; count 0: by the load of all, the most loaded first."""
@@ -220,9 +234,11 @@ class Seats:
             order = self._orders[role, count] = Order(figure, self._nodes)
         return order
 
-    def _refresh(self) -> None:
+    def _refresh(self, bounds: tuple[float, ...]) -> None:
+        if bounds != self._bounds:
+            self._bounds, self._changed = bounds, dict.fromkeys(self._nodes)
         for node in self._changed:
-            node.weigh()
+            node.weigh(bounds)
             for order in self._orders.values():
                 order.update(node)
         self._changed.clear()
@@ -246,3 +262,33 @@ def spread(card: Card, want: Want, load: int) -> tuple[int, ...]:
         if job not in want.partners:
             strangers += 1
     return (load // BAND, strangers, card.squares, load)
+
+
+def refusal(want: Want, spec: GroupSpec, cards: Collection[Card], nodes: Collection[Node]) -> DoesNotFit:
+    """Why no GPUs were found for a gang of the group, with figures."""
+    usable = [card for card in cards if card.role in FITS[want.role] and card.bytes >= want.size]
+    needs = f"worker group {spec.group} needs {want.count} GPUs"
+    if len(usable) < want.count:
+        role = "" if all(card.role is GpuRole.ANY for card in cards) else f" for role {want.role}"
+        return DoesNotFit(
+            f"{needs}{role} with {want.size} bytes each, and the pool has {len(usable)} such GPUs "
+            f"(the largest has {max((card.bytes for card in cards), default=0)} bytes)",
+            "Use a smaller model or gang, fewer LoRA slots or KV bytes, or a pool with larger GPUs",
+        )
+    left = [card for card in usable if card.duties.keys() <= {want.job}]
+    if want.isolated and len(left) < want.count:
+        return DoesNotFit(
+            f"{needs} that no other job uses, and {len(left)} are left for job {want.job}",
+            "Wait for a job to end, ask for fewer GPUs, or let the pool share them (scheduler.placement: pack)",
+        )
+    full = sum(not card.holds(want) for card in usable)
+    slow = sum(card.holds(want) and card.load_with(want) is None for card in usable)
+    short = 0
+    for node in nodes:
+        gpus = min(want.count, len(node.cards[want.role]))
+        short += node.host is not None and node.used + gpus * want.host > node.host
+    return DoesNotFit(
+        f"{needs} for each of its {spec.replicas} gangs; of {len(usable)} GPUs {full} are full, on {slow} a job "
+        f"would be slowed down beyond its class's bound, and {short} nodes are short of host memory",
+        "Wait for a job to end, or ask for fewer GPUs or bytes",
+    )

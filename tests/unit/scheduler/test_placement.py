@@ -1,33 +1,43 @@
 """Where gangs live."""
 
-from collections.abc import Mapping
 from math import inf
 
 import pytest
-from msgspec import Struct, field
+from msgspec import Struct
+from msgspec.structs import replace
 
 from plexrl.scheduler.placement import Floor
-from plexrl.types import DoesNotFit, Extent, GroupSpec, JobClass, Placement, Role, Tenant
+from plexrl.types import BadInput, DoesNotFit, Extent, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
-BOUNDS = {JobClass.INTERACTIVE: 2.0, JobClass.NORMAL: 4.0, JobClass.SCAVENGER: inf}
+GPUS = {f"n{n}:{i}": 1024 for n in (1, 2) for i in range(2)}
 
 
 class Rules(Struct):
     """The part of a policy that placement reads."""
 
     placement: str
-    max_stretch: Mapping[JobClass, float] = field(default_factory=lambda: dict(BOUNDS))
+    interactive: float = 2.0
+    normal: float = 4.0
+
+    @property
+    def max_stretch(self) -> dict[JobClass, float]:
+        return {JobClass.INTERACTIVE: self.interactive, JobClass.NORMAL: self.normal, JobClass.SCAVENGER: inf}
 
 
-def choose(floor: Floor, spec: GroupSpec, placement: str) -> Placement:
-    return floor.choose(spec, Rules(placement), Tenant(job=spec.owner))
+def spec(
+    group: str, owner: str, gang_size: int = 1, replicas: int = 1, size: int = 512, role=Role.TRAIN, **more
+) -> GroupSpec:
+    return GroupSpec(
+        group=group, role=role, owner=owner, gang_size=gang_size, replicas=replicas, device_bytes=size, **more
+    )
 
 
-GPUS = {f"n{n}:{i}": 1024 for n in (1, 2) for i in range(2)}
+def choose(floor: Floor, spec: GroupSpec, placement: str, kind: JobClass = JobClass.NORMAL, **rules) -> Placement:
+    return floor.choose(spec, Rules(placement, **rules), Tenant(job=spec.owner, kind=kind))
 
 
-def spec(group: str, owner: str, gang_size: int = 1, replicas: int = 1, size: int = 512, role=Role.TRAIN) -> GroupSpec:
-    return GroupSpec(group=group, role=role, owner=owner, gang_size=gang_size, replicas=replicas, device_bytes=size)
+def pool(nodes: int, per_node: int, **more) -> Floor:
+    return Floor({f"n{n}:{i}": 1024 for n in range(nodes) for i in range(per_node)}, virtual=True, **more)
 
 
 def gpus(placement) -> list[tuple[str, ...]]:
@@ -106,3 +116,279 @@ def test_what_can_never_fit_is_refused_with_figures(gang_size, size, says):
     with pytest.raises(DoesNotFit, match=says):
         choose(floor, spec("a", "1", gang_size, size=size), "pack")
     assert not any(floor.on(gpu) for gpu in GPUS)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_at_virtual_addresses_gangs_have_no_offsets_and_only_residuals_add_up():
+    floor = pool(1, 1)
+    for i in range(3):
+        placement = choose(floor, spec(f"g{i}", "1", size=900, residual_bytes=40), "pack")
+        assert placement.gangs[0].extents == (Extent(None, 900),)
+    assert floor.residual("n0:0") == 120
+    # Beside three sleepers with 40 bytes each there is room for 904, but those three have room for 4 more.
+    with pytest.raises(DoesNotFit, match="of 1 GPUs 1 are full"):
+        choose(floor, spec("wide", "1", size=905), "pack")
+    with pytest.raises(DoesNotFit, match="of 1 GPUs 1 are full"):
+        choose(floor, spec("keeps", "1", size=10, residual_bytes=45), "pack")
+    choose(floor, spec("last", "1", size=904, residual_bytes=44), "pack")
+    floor.vacate("g1")
+    assert floor.residual("n0:0") == 124
+
+
+def test_host_memory_is_a_budget_of_the_node():
+    floor = pool(2, 4, hosts={"n0": 100})
+    gangs = [gpus(choose(floor, spec(f"g{i}", "1", 2, host_bytes=30), "pack"))[0][0][:2] for i in range(2)]
+    assert gangs == ["n0", "n1"] and floor.host_used("n0") == 60
+    with pytest.raises(DoesNotFit, match="1 nodes are short of host memory"):
+        choose(floor, spec("wide", "1", 8, host_bytes=30), "pack")
+    floor.vacate("g0")
+    assert floor.host_used("n0") == 0
+    with pytest.raises(DoesNotFit, match="short"):  # three of n0 and four of n1 are one too few
+        choose(floor, spec("wide", "1", 8, host_bytes=30), "pack")
+    assert len(gpus(choose(floor, spec("seven", "1", 7, host_bytes=30), "pack"))[0]) == 7
+
+
+@pytest.mark.parametrize(("virtual", "offset"), [(True, 0), (False, None)])
+def test_a_place_with_other_kinds_of_addresses_is_refused(virtual, offset):
+    floor = Floor(GPUS, virtual=virtual)
+    old = choose(Floor(GPUS, virtual=not virtual), spec("a", "1"), "pack")
+    assert old.gangs[0].extents[0].offset == offset
+    with pytest.raises(BadInput, match="was placed on n1:0"):
+        floor.occupy(old, spec("a", "1"), Tenant(job="1"))
+    assert not floor.on("n1:0") and not floor.has("1")
+
+
+# --- roles and nodes --------------------------------------------------------------------------------------------------
+
+
+def test_a_group_goes_on_gpus_of_its_role():
+    roles = {"n0:0": GpuRole.TRAIN, "n0:1": GpuRole.SAMPLE}
+    floor = pool(1, 3, roles=roles)
+    assert gpus(choose(floor, spec("t", "1", 2), "spread")) == [("n0:0", "n0:2")]
+    assert gpus(choose(floor, spec("s", "1", 2, role=Role.SAMPLE), "spread")) == [("n0:1", "n0:2")]
+    assert floor.usable(spec("x", "1", role=Role.SAMPLE)) == ["n0:1", "n0:2"]
+    with pytest.raises(DoesNotFit, match="needs 3 GPUs for role train.*has 2 such"):
+        choose(floor, spec("u", "1", 3), "spread")
+
+
+@pytest.mark.parametrize("placement", ["isolated", "pack", "spread"])
+def test_a_wide_gang_takes_whole_nodes_and_as_few_as_possible(placement):
+    floor = pool(4, 4)
+    choose(floor, spec("x", "other"), placement)
+    wide = gpus(choose(floor, spec("w", "1", 6), placement))[0]
+    nodes = [gpu[:2] for gpu in wide]
+    assert len(set(nodes)) == 2 and max(map(nodes.count, nodes)) == 4 and list(wide) == sorted(wide)
+
+
+def test_where_no_node_is_whole_a_gang_takes_the_fullest():
+    floor = Floor({"a:0": 1024, **{f"b{i}:{k}": 1024 for i in range(2) for k in range(3)}}, virtual=True)
+    choose(floor, spec("x", "other"), "isolated")
+    choose(floor, spec("y", "other2"), "isolated")
+    assert gpus(choose(floor, spec("w", "1", 5), "isolated")) == [("b0:1", "b0:2", "b1:0", "b1:1", "b1:2")]
+
+
+def test_replicas_prefer_a_whole_node_to_fresh_gpus():
+    floor = pool(2, 2)
+    choose(floor, spec("x", "other", duty=1.0), "spread")
+    placed = gpus(choose(floor, spec("s", "1", 2, 2, role=Role.SAMPLE), "isolated"))
+    assert placed == [("n1:0", "n1:1")] * 2
+
+
+# --- stretch ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_jobs_trainer_and_sampler_alternate_and_others_add_up():
+    floor = pool(1, 1)
+    choose(floor, spec("t", "1", duty=0.25), "pack")
+    choose(floor, spec("s", "1", role=Role.SAMPLE, duty=0.9), "pack")
+    assert floor.predicted_stretch("n0:0") == 1.0
+    choose(floor, spec("t2", "2", duty=0.5), "pack")
+    assert floor.predicted_stretch("n0:0") == floor.stretch_of("1") == floor.stretch_of("2") == 1.5
+    floor.set_duty("s", 0.05)  # 0.3 and 0.5 have room; each arrives while the other is busy now and then
+    assert floor.stretch_of("1") == 1 + 0.5**2 / 2
+    assert floor.stretch_of("2") == pytest.approx(1 + 0.3**2 / 2)
+    assert floor.predicted_stretch("n0:0") == 1.125
+    assert floor.stretch_of("unknown") == 1.0
+
+
+def test_what_is_not_known_is_taken_from_published_shares():
+    floor = pool(1, 1)
+    choose(floor, spec("s1", "1", role=Role.SAMPLE), "pack")
+    choose(floor, spec("s2", "2", role=Role.SAMPLE), "pack")
+    assert floor.predicted_stretch("n0:0") == 1.6
+    choose(floor, spec("t", "3"), "pack")
+    assert floor.predicted_stretch("n0:0") == 1.85
+
+
+def test_nobody_is_placed_beside_a_job_beyond_the_bound_of_its_class():
+    floor = pool(1, 1)
+    choose(floor, spec("i", "1", duty=0.8), "pack", JobClass.INTERACTIVE)
+    choose(floor, spec("n", "2", duty=0.8), "pack")
+    with pytest.raises(DoesNotFit, match="on 1 a job would be slowed down"):
+        choose(floor, spec("m", "3", duty=0.8), "pack", JobClass.SCAVENGER)  # 2.4: it would not mind, job 1 would
+    floor.vacate("i")
+    choose(floor, spec("m", "3", duty=0.8), "pack", JobClass.SCAVENGER)
+    choose(floor, spec("o", "4", duty=0.8), "pack")
+    choose(floor, spec("o2", "4b", duty=0.8), "pack")
+    choose(floor, spec("p", "5", duty=0.8), "pack")  # 4.0
+    with pytest.raises(DoesNotFit, match="slowed down"):
+        choose(floor, spec("q", "6", duty=0.1), "pack", JobClass.SCAVENGER)
+
+
+def test_a_tight_bound_counts_arrivals_at_a_busy_gpu():
+    floor = pool(1, 1)
+    choose(floor, spec("i", "1", duty=0.4), "pack", JobClass.INTERACTIVE, interactive=1.1)
+    with pytest.raises(DoesNotFit, match="slowed down"):  # the sum is 0.9, but it waits 1/8 of its step on average
+        choose(floor, spec("n", "2", duty=0.5), "pack", interactive=1.1)
+    choose(floor, spec("n", "2", duty=0.4), "pack", interactive=1.1)
+    with pytest.raises(DoesNotFit, match="slowed down"):
+        choose(floor, spec("m", "3", duty=0.4), "pack", JobClass.INTERACTIVE, interactive=1.1)
+
+
+def test_the_own_gpus_stay_open_to_a_job_when_they_are_full_for_others():
+    floor = pool(1, 1)
+    choose(floor, spec("s1", "1", role=Role.SAMPLE, duty=1.0), "spread")
+    choose(floor, spec("s2", "2", role=Role.SAMPLE, duty=1.0), "spread", normal=2.0)
+    with pytest.raises(DoesNotFit):
+        choose(floor, spec("t3", "3", duty=0.1), "spread", normal=2.0)
+    choose(floor, spec("t1", "1", duty=0.5), "spread", normal=2.0)
+    assert floor.predicted_stretch("n0:0") == 2.0
+
+
+# --- preferences ------------------------------------------------------------------------------------------------------
+
+
+def test_pack_fills_the_most_loaded_gpu_that_bears_it_and_spread_the_least_loaded():
+    def floor() -> Floor:
+        made = pool(2, 2)
+        for i, duty in enumerate((0.9, 0.3, 0.6)):
+            choose(made, spec(f"g{i}", f"{i}", duty=duty), "spread")
+        return made
+
+    assert [round(floor().predicted_stretch(gpu), 3) for gpu in ("n0:0", "n0:1", "n1:0", "n1:1")] == [1.0] * 4
+    assert gpus(choose(floor(), spec("x", "x", duty=0.2), "spread")) == [("n1:1",)]
+    assert gpus(choose(floor(), spec("x", "x", duty=0.2), "pack")) == [("n0:0",)]
+    assert gpus(choose(floor(), spec("x", "x", duty=0.5), "pack", normal=1.3)) == [("n1:0",)]
+    assert gpus(choose(floor(), spec("x", "1", duty=0.2), "pack")) == [("n0:1",)]
+    assert gpus(choose(floor(), spec("x", "x", 2, duty=0.2), "spread")) == [("n1:0", "n1:1")]
+    assert gpus(choose(floor(), spec("x", "x", 2, duty=0.2), "pack")) == [("n0:0", "n0:1")]
+
+
+def test_spread_prefers_partners_that_the_job_has_already():
+    floor = pool(1, 4, roles={"n0:0": GpuRole.TRAIN, "n0:1": GpuRole.TRAIN})
+    for job in "ab":
+        choose(floor, spec(f"t{job}", job, duty=0.5), "spread")
+    for job in "ab":
+        choose(floor, spec(f"s{job}", job, role=Role.SAMPLE, duty=0.5), "spread")
+    assert gpus(choose(floor, spec("tc", "c", duty=0.5), "spread")) == [("n0:0",)]  # with a
+    floor.set_duty("sa", 0.55)
+    # a's is the busier one, but within the band; with b it would have two partners.
+    assert gpus(choose(floor, spec("sc", "c", role=Role.SAMPLE, duty=0.42), "spread")) == [("n0:2",)]
+
+
+def test_spread_prefers_even_duties_to_one_large_one():
+    floor = pool(1, 2)
+    for i, (group, duty) in enumerate({"large": 0.7, "even": 0.4, "even2": 0.4, "small": 0.1}.items()):
+        choose(floor, spec(group, f"{i}", duty=duty), "spread")
+    assert [p.group for p in floor.on("n0:0")] == ["large", "small"]
+    assert gpus(choose(floor, spec("x", "x", duty=0.1), "spread")) == [("n0:1",)]
+
+
+# --- later ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clearly_better_place_is_found_and_taken_only_by_move():
+    floor = pool(1, 3, roles={"n0:2": GpuRole.SAMPLE})
+    choose(floor, spec("a", "1", duty=0.1), "spread")
+    choose(floor, spec("b", "2", duty=0.2), "spread")
+    choose(floor, spec("c", "3", duty=0.1), "spread")  # beside a
+    tenant = Tenant(job="3")
+    floor.set_duty("c", 0.5)
+    assert floor.better("c", Rules("spread"), tenant) is None  # 1.125 is not clearly worse than what it would find
+    floor.set_duty("a", 1.0)
+    better = floor.better("c", Rules("spread"), tenant)
+    assert gpus(better) == [("n0:1",)] and floor.stretch_of("3") == 1.5
+    assert [p.group for p in floor.on("n0:0")] == ["a", "c"] and not [p for p in floor.on("n0:1") if p.group == "c"]
+    floor.move("c", better)
+    assert floor.where("c") == better and floor.stretch_of("1") == 1.0
+    assert floor.stretch_of("3") == pytest.approx(1 + 0.2**2 / 2)  # it keeps its measured duty
+    assert floor.stretch_of("2") == 1.125
+
+
+def test_no_better_place_for_a_gang_that_has_the_whole_pool():
+    floor = pool(1, 2)
+    choose(floor, spec("a", "1", 2, duty=0.9), "spread")
+    choose(floor, spec("b", "2", 2, duty=0.9), "spread")
+    assert floor.better("a", Rules("spread"), Tenant(job="1")) is None
+    assert floor.stretch_of("1") == 1.8
+
+
+def test_a_move_to_where_there_is_no_such_gpu_changes_nothing():
+    floor = pool(1, 1)
+    placement = choose(floor, spec("a", "1"), "pack")
+    elsewhere = replace(placement, gangs=(replace(placement.gangs[0], gpus=("n9:0",)),))
+    with pytest.raises(BadInput, match="n9:0"):
+        floor.move("a", elsewhere)
+    assert floor.where("a") == placement and [p.group for p in floor.on("n0:0")] == ["a"]
+
+
+# --- a job's groups together ------------------------------------------------------------------------------------------
+
+
+def test_all_groups_of_a_job_are_placed_or_none():
+    floor = pool(1, 4)
+    rules, tenant = Rules("isolated"), Tenant(job="1")
+    assert floor.choose_all([spec("x", "0", 2)], rules, Tenant(job="0"))
+    specs = [spec("s", "1", 1, 2, role=Role.SAMPLE), spec("t", "1", 2)]
+    first, second = floor.choose_all(specs, rules, tenant)
+    assert (first.group, second.group) == ("s", "t") and gpus(second) == [("n0:2", "n0:3")]
+    floor.vacate("s"), floor.vacate("t")
+    assert floor.choose_all([*specs, spec("u", "1", 3)], rules, tenant) is None
+    assert not floor.has("1") and not floor.on("n0:2") and floor.where("t") is None
+
+
+def test_large_gangs_are_placed_before_small_ones_break_their_node():
+    floor = pool(2, 2, hosts={"n0": 20, "n1": 20})
+    small = spec("small", "1", 1, 2, host_bytes=10)
+    large = spec("large", "1", 2, host_bytes=10)
+    assert gpus(floor.choose_all([small, large], Rules("spread"), Tenant(job="1"))[1]) == [("n0:0", "n0:1")]
+
+
+def test_what_would_not_fit_the_empty_pool_is_refused_at_once_and_what_would_is_not():
+    floor = pool(1, 2, hosts={"n0": 100})
+    tenant = Tenant(job="1")
+    choose(floor, spec("x", "0", 2, duty=1.0), "isolated")
+    rules = Rules("isolated")
+    floor.possible([spec("t", "1", 2), spec("s", "1", 1, 2, role=Role.SAMPLE)], rules, tenant)
+    floor.possible([spec("t", "1", 2)], rules, tenant)
+    with pytest.raises(DoesNotFit, match="needs 3 GPUs with"):
+        floor.possible([spec("t", "1", 3)], rules, tenant)
+    wide = [spec("t", "1", 2, host_bytes=30), spec("s", "1", 2, host_bytes=30)]
+    with pytest.raises(DoesNotFit, match="2 worker groups of job 1 do not fit the empty pool together"):
+        floor.possible(wide, rules, tenant)
+    floor.possible(wide[:1], rules, tenant)
+    assert not floor.has("1")
+
+
+def test_a_group_is_placed_once():
+    floor = pool(1, 2)
+    choose(floor, spec("a", "1"), "pack")
+    with pytest.raises(BadInput, match="placed already"):
+        choose(floor, spec("a", "1"), "pack")
+
+
+def test_room_rises_only_when_something_may_fit_that_did_not():
+    floor = pool(1, 2)
+    seen = [floor.room]
+    choose(floor, spec("a", "1", duty=0.5), "pack")
+    floor.set_duty("a", 0.6)
+    floor.better("a", Rules("pack"), Tenant(job="1"))
+    with pytest.raises(DoesNotFit):
+        choose(floor, spec("b", "1", 3), "pack")
+    assert floor.room == seen[0]
+    for change in (lambda: floor.set_duty("a", 0.1), lambda: floor.vacate("a")):
+        change()
+        assert floor.room > seen[-1]
+        seen.append(floor.room)
