@@ -16,7 +16,8 @@ USER = "alice"
 # What the real helper prints, and a stand-in for the proxy that it leaves running: it ends with the lifeline.
 GOOD_HELPER = """\
 #!/bin/sh
-{ printf '%s\\n' "$@"; env; echo "uid=$(id -u)"; ls /proc/self/fd; } > SEEN/$SLURM_JOB_ID.helper
+{ printf '%s\\n' "$@"; env; echo "uid=$(id -u)"; ls /proc/self/fd; } > SEEN/$SLURM_JOB_ID.part
+mv SEEN/$SLURM_JOB_ID.part SEEN/$SLURM_JOB_ID.helper
 setsid sh -c 'echo $$ > SEEN/'$SLURM_JOB_ID'.proxy; cat <&3' </dev/null >/dev/null 2>&1 &
 cat <<END
 TINKER_BASE_URL=http://127.0.0.1:4711
