@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plexrl.scheduler.costs import ServiceModel
 from plexrl.types import CallKind
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 MICRO_US = 500_000  # ours: a forward_backward can stop between micro-batches, so often at least
 GRADIENTS = 4  # live gradients add a quarter to a trainer's state: 4 bytes per parameter on 16 (traps B17)
-_NEVER = -1
+ADAPTER_SHARE = 0.01  # ours: of a base's bytes, a LoRA adapter with its optimizer state
 _TINY = 1e-6  # of a token: float error, nothing else
 
 
 class SampleTask:
     """A sample call: what is left of it, wherever it is. tokens, left: decode steps. done: told when it ended.
 
-    stall_us: one wait in the middle, for all waits of its slowest sequence; no device time, its sequences out of the
-    batch, and it goes on while the call is paused. cache: (engine, its loads) in which its prefix lies.
+    prompt: tokens to prefill unless the cache has them. cache: (engine, its loads) in which its prefix lies. version:
+    of the weights of `deployment`. about: the job's own business.
     """
 
     __slots__ = (
-        "back_us",
+        "about",
         "batch",
         "cache",
         "call",
@@ -42,8 +42,6 @@ class SampleTask:
         "end",
         "left",
         "prompt",
-        "stall_us",
-        "step",
         "tokens",
         "units",
         "version",
@@ -58,10 +56,10 @@ class SampleTask:
         prompt: int,
         tokens: float,
         batch: int,
-        stall_us: int,
         units: int,
         version: int,
-        step: int,
+        about: Any,
+        cache: tuple[SampleEngine, int] | None,
     ) -> None:
         self.call = call
         self.done = done
@@ -69,17 +67,11 @@ class SampleTask:
         self.prompt = prompt
         self.tokens = self.left = tokens
         self.batch = batch
-        self.stall_us = stall_us
         self.units = units
         self.version = version
-        self.step = step
-        self.back_us = _NEVER
+        self.about = about
+        self.cache = cache
         self.end = 0.0
-        self.cache: tuple[SampleEngine, int] | None = None
-
-    def target(self) -> float:
-        """What is left after the coming stretch of decoding."""
-        return self.tokens / 2 if self.stall_us else 0.0
 
     def prefill(self, engine: SampleEngine) -> float:
         """Tokens to compute before it can decode: the prompts, and what was drawn where no cache has it."""
@@ -91,17 +83,17 @@ class SampleTask:
 class TrainTask:
     """A training call: left_us of work on its gang. done: told when it ended."""
 
-    __slots__ = ("call", "done", "end_us", "kind", "left_us", "start_us", "step", "units")
+    __slots__ = ("about", "call", "done", "end_us", "kind", "left_us", "start_us", "units")
 
     def __init__(
-        self, call: str, done: Callable[[TrainTask], None], *, kind: CallKind, work_us: int, units: int, step: int
+        self, call: str, done: Callable[[TrainTask], None], *, kind: CallKind, work_us: int, units: int, about: int
     ) -> None:
         self.call = call
         self.done = done
         self.kind = kind
         self.left_us = work_us
         self.units = units
-        self.step = step
+        self.about = about
         self.start_us = self.end_us = 0
 
 
@@ -206,11 +198,10 @@ class SampleEngine(Engine):
             if task.version != self._versions.setdefault(task.deployment, task.version):
                 work += cluster.switch.in_us(self.changed_bytes)
                 self._versions[task.deployment] = task.version
-            if task.back_us > now:  # its tool is not back yet
-                cluster.at(task.back_us, self._back, (task, self.loads))
-            else:
-                work += self._prefill * task.prefill(self)
-                self._join(task)
+            work += self._prefill * task.prefill(self)
+            task.end = self._position + task.left
+            heappush(self._ends, (task.end, cluster.next(), task))
+            self._batch += task.batch
         self._blocked_us = max(self._blocked_us, now) + work
         self._plan(now)
 
@@ -222,7 +213,7 @@ class SampleEngine(Engine):
         """Stop; what is unfinished, with its progress kept."""
         self._advance(self.cluster.now)
         for end, _, task in self._ends:
-            task.left = task.target() + max(0.0, end - self._position)
+            task.left = max(0.0, end - self._position)
             task.cache = (self, self.loads)
         unfinished = tuple(self.live)
         self.live.clear()
@@ -231,23 +222,6 @@ class SampleEngine(Engine):
         self._blocked_us = 0.0
         self.tag += 1
         return unfinished
-
-    def _join(self, task: SampleTask) -> None:
-        task.end = self._position + task.left - task.target()
-        heappush(self._ends, (task.end, self.cluster.next(), task))
-        self._batch += task.batch
-
-    def _back(self, what: tuple[SampleTask, int]) -> None:
-        """A tool answered: its call decodes on, if it is still here."""
-        task, loads = what
-        now = self.cluster.now
-        if task.call in self.live and loads == self.loads and task.back_us == now:
-            self._advance(now)
-            task.back_us = _NEVER
-            if tokens := task.prefill(self):
-                self._blocked_us = max(self._blocked_us, now) + self._prefill * tokens
-            self._join(task)
-            self._plan(now)
 
     def _advance(self, now: int) -> None:
         if self._ends:
@@ -275,15 +249,9 @@ class SampleEngine(Engine):
         while ends and ends[0][0] <= limit:
             task = heappop(ends)[2]
             self._batch -= task.batch
-            if task.stall_us:
-                task.left = task.tokens / 2
-                task.back_us = cluster.now + task.stall_us
-                task.stall_us = 0
-                task.cache = (self, self.loads)
-                cluster.at(task.back_us, self._back, (task, self.loads))
-            else:
-                del self.live[task.call]
-                ended.append(task)
+            task.cache = (self, self.loads)
+            del self.live[task.call]
+            ended.append(task)
         self._plan(cluster.now)
         for task in ended:
             cluster.finished(task)

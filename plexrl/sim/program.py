@@ -7,7 +7,7 @@ real run, each think time after what it had waited for there. Times in integer m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plexrl.sim.draws import draw
 from plexrl.sim.engine import SampleTask, TrainTask
@@ -16,7 +16,8 @@ from plexrl.types import BadInput, Call, CallKind, GroupSpec, Role
 
 if TYPE_CHECKING:
     from plexrl.sim.cluster import VirtualCluster
-    from plexrl.sim.workload import JobPlan, StepWork
+    from plexrl.sim.engine import SampleEngine
+    from plexrl.sim.workload import JobPlan, SampleWork, StepWork
 
 GAP_US = 20_000  # ours: from a result to the client's next call, by way of its proxy and the head
 
@@ -102,20 +103,20 @@ class Program:
             cost_us=work_us,
             units=units,
         )
-        self.cluster.submit(call, TrainTask(call.id, done, kind=kind, work_us=work_us, units=units, step=step))
+        self.cluster.submit(call, TrainTask(call.id, done, kind=kind, work_us=work_us, units=units, about=step))
 
     def _sample(
         self,
-        step: int,
         done: Callable[[SampleTask], None],
+        about: Any,
         *,
         prompt: int,
         tokens: float,
         batch: int,
-        stall_us: int,
         units: int,
         expected_us: int,
         expected_units: int,
+        cache: tuple[SampleEngine, int] | None = None,
     ) -> None:
         """expected_*: what can be known of it before it is drawn."""
         job = self.plan.job
@@ -136,10 +137,10 @@ class Program:
             prompt=prompt,
             tokens=tokens,
             batch=batch,
-            stall_us=stall_us,
             units=units,
             version=self.version,
-            step=step,
+            about=about,
+            cache=cache,
         )
         self.cluster.submit(call, task)
 
@@ -181,19 +182,46 @@ class Loop(Program):
         work = draw(plan, step, self._seed)
         self._rolling = work
         self._open = len(work.samples)
-        service, mean = plan.sample.service, plan.rollout.lengths.mean_tokens
         for sample in work.samples:
-            self._sample(
-                step,
-                self._sampled,
-                prompt=sample.prompt_tokens,
-                tokens=sample.tokens,
-                batch=sample.sequences,
-                stall_us=sample.stall_us,
-                units=sample.units,
-                expected_us=service.sample_us(sample.prompt_tokens, int(mean), sample.sequences),
-                expected_units=max(1, int(mean * sample.sequences)),
-            )
+            self._draw(sample, sample.tokens, sample.prompt_tokens, sample.units, sample.stall_us)
+
+    def _draw(
+        self,
+        sample: SampleWork,
+        tokens: int,
+        prompt: int,
+        units: int,
+        stall_us: int,
+        cache: tuple[SampleEngine, int] | None = None,
+    ) -> None:
+        """Submit a sample, or what follows its tools. With tools it is two calls with one wait between them, as long as
+        all waits of its slowest sequence together: programs call their tools themselves."""
+        service, mean = self.plan.sample.service, self.plan.rollout.lengths.mean_tokens
+        share, done = 1.0, self._sampled
+        if stall_us:
+            share, done = 0.5, self._stalled
+        elif sample.stall_us:
+            share = 0.5
+        self._sample(
+            done,
+            sample,
+            prompt=prompt,
+            tokens=max(1, tokens // 2) if stall_us else tokens,
+            batch=sample.sequences,
+            units=units // 2 if stall_us else units,
+            expected_us=service.sample_us(prompt, int(mean * share), sample.sequences),
+            expected_units=max(1, int(mean * share * sample.sequences)),
+            cache=cache,
+        )
+
+    def _stalled(self, task: SampleTask) -> None:
+        self.cluster.at(self.cluster.now + task.about.stall_us, self._resume, task)
+
+    def _resume(self, task: SampleTask) -> None:
+        """Its tools have answered: all that was drawn is prefix now."""
+        sample: SampleWork = task.about
+        left = max(1, sample.tokens - int(task.tokens))
+        self._draw(sample, left, task.prompt + task.units, sample.units - task.units, 0, task.cache)
 
     def _sampled(self, task: SampleTask) -> None:
         self._open -= 1
@@ -227,7 +255,7 @@ class Loop(Program):
         pass
 
     def _stepped(self, task: TrainTask) -> None:
-        self.cluster.at(self.cluster.now + GAP_US, self._publish, task.step)
+        self.cluster.at(self.cluster.now + GAP_US, self._publish, task.about)
 
     def _publish(self, step: int) -> None:
         self._train(CallKind.PUBLISH, self.plan.train.publish_us, 1, step, self._published)
@@ -236,7 +264,7 @@ class Loop(Program):
         cluster = self.cluster
         self.version += 1
         self._training = False
-        self.steps.append(StepSpan(self.plan.job, task.step, self._since.pop(task.step), cluster.now))
+        self.steps.append(StepSpan(self.plan.job, task.about, self._since.pop(task.about), cluster.now))
         if self.version == self.plan.steps:
             self._end()
             return
@@ -283,12 +311,11 @@ class Replay(Program):
             self._train(recorded.kind, recorded.service_us, recorded.units, index, self._over)
             return
         self._sample(
-            index,
             self._over,
+            index,
             prompt=0,
             tokens=max(1.0, recorded.service_us / self.plan.sample.service.step_us(1)),
             batch=1,
-            stall_us=0,
             units=recorded.units,
             expected_us=recorded.service_us,
             expected_units=recorded.units,
@@ -296,13 +323,13 @@ class Replay(Program):
 
     def _over(self, task: SampleTask | TrainTask) -> None:
         recorded = self.plan.recorded
-        call = recorded.calls[task.step]
+        call = recorded.calls[task.about]
         if call.kind is CallKind.FORWARD_BACKWARD:
             self.tokens += call.units
         elif call.kind is CallKind.PUBLISH:
             self.version += 1
         self._spans[call.step][1] = self.cluster.now
-        self._ended.add(task.step)
+        self._ended.add(task.about)
         self._open -= 1
         while self._given < len(recorded.delivered) and recorded.delivered[self._given] in self._ended:
             self._given += 1

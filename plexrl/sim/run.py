@@ -1,20 +1,22 @@
 """Runs a workload under a policy: the live Scheduler class, virtual workers, closed-loop jobs."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from time import perf_counter
 
 import msgspec
 
 from plexrl.scheduler import Placed, Policy, Scheduler
-from plexrl.sim.alone import Alone, alone
+from plexrl.scheduler.costs import SwitchModel
+from plexrl.sim.alone import Alone, alone, anonymous, least_us, least_wall_us
 from plexrl.sim.cluster import VirtualCluster
-from plexrl.sim.engine import Engine, SampleEngine, TrainEngine
+from plexrl.sim.draws import draw
+from plexrl.sim.engine import ADAPTER_SHARE, Engine, SampleEngine, TrainEngine
 from plexrl.sim.program import Loop, Program, Replay
 from plexrl.sim.result import JobResult, Result
 from plexrl.sim.workload import Cluster, JobPlan, Workload
 from plexrl.types import BadInput, DoesNotFit, GpuRole, PlexrlError, Tenant
 
-ADAPTER_SHARE = 0.01  # ours: of a base's bytes, a LoRA adapter with its optimizer state
 _EVERY = 20_000  # events between two reports of progress
 
 
@@ -66,29 +68,42 @@ def run(
 
 
 def alone_in(workload: Workload, plan: JobPlan) -> Alone:
-    """The job alone on as many of the workload's GPUs as it asks for: in closed form; simulated if recorded."""
-    if plan.recorded is None:
+    """The job alone on as many of the workload's GPUs as it asks for: in closed form, else simulated."""
+    if plan.recorded is None and not plan.rollout.stalls.turns_max:
         return alone(plan, workload.seed, workload.switch)
+    return _simulated(anonymous(plan), workload.seed, workload.switch, workload.gpus.bytes)
+
+
+@lru_cache(20_000)
+def _simulated(plan: JobPlan, seed: int, switch: SwitchModel, gpu_bytes: int) -> Alone:
     train, sample = plan.train, plan.sample
-    own = msgspec.structs.replace(plan, arrival_us=0, base="")
     apart = Cluster(
         nodes=train.gpus + sample.gpus * sample.replicas,
         per_node=1,
-        bytes=workload.gpus.bytes,
+        bytes=gpu_bytes,
         host_bytes=0,
         train_nodes=train.gpus,
         sample_nodes=sample.gpus * sample.replicas,
     )
-    by_itself = msgspec.structs.replace(workload, gpus=apart, jobs=(own,))
+    own = msgspec.structs.replace(plan, base="")
+    by_itself = Workload(name=plan.job, gpus=apart, jobs=(own,), switch=switch, seed=seed)
     found = run(by_itself, Policy(placement="isolated", order="fifo"), compare_alone=False)
-    busy, trained = found.classes["busy"], found.train_busy_us
+    sampled = found.classes["busy"] - found.train_busy_us
+    least_sample = 0.0  # how a recorded job's samples were batched is not known, so nothing can be ruled out
+    least_wall = found.jobs[0].end_us - found.jobs[0].placed_us
+    if plan.recorded is None:
+        works = [draw(plan, step, seed) for step in range(plan.steps)]
+        # What follows a tool may be on any replica, so all of a rollout may be one batch.
+        least_sample = sum(least_us(plan, work, [work.samples]) for work in works) * sample.gpus
+        least_wall = least_wall_us(plan, works)
     return Alone(
         wall_us=found.jobs[0].end_us - found.jobs[0].placed_us,
-        train_us=trained // train.gpus,
-        sample_us=(busy - trained) // sample.gpus,
+        train_us=found.train_busy_us // train.gpus,
+        sample_us=sampled // sample.gpus,
         replicas=sample.replicas,
-        least_train_us=trained,
-        least_sample_us=0,  # batching is not in the record, so nothing can be ruled out
+        least_wall_us=0 if plan.base else int(least_wall),
+        least_train_us=found.train_busy_us,
+        least_sample_us=int(least_sample),
     )
 
 
