@@ -101,7 +101,7 @@ class Seats:
     def __init__(self, nodes: list[Node], lazy: bool) -> None:
         """lazy: a search may stop at `LOOK` nodes; else it compares all of them."""
         self._nodes = nodes
-        self._look = LOOK if lazy else len(nodes)
+        self._lazy = lazy
         self._orders: dict[tuple[Role, int], Order] = {}
         self._changed: dict[Node, None] = dict.fromkeys(nodes)
         self._bounds: tuple[float, ...] = ()
@@ -151,7 +151,7 @@ class Seats:
             if best is None or key < best[0]:
                 best = key, entries
             seen += 1
-            if seen == self._look:
+            if self._lazy and seen == LOOK:
                 break
         return best and best[1]
 
@@ -186,7 +186,7 @@ class Seats:
             if entries:
                 parts.append(entries)
                 missing -= len(entries) if len(entries) == self._widest[want.role] else 0
-            if missing <= 0 and self._look < len(self._nodes):
+            if self._lazy and missing <= 0:
                 break
         return parts
 
@@ -197,7 +197,7 @@ class Seats:
         not even grow, so that those nodes are looked at whatever their load.
         """
         self._refresh(want.bounds)
-        if self._look == len(self._nodes):
+        if not self._lazy:
             yield from self._nodes
             return
         yield from want.near

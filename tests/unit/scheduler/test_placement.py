@@ -3,10 +3,12 @@
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import Struct
 from msgspec.structs import replace
 
-from plexrl.scheduler.placement import Floor
+from plexrl.scheduler.placement import PLACEMENTS, Floor
 from plexrl.types import BadInput, DoesNotFit, Extent, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
 GPUS = {f"n{n}:{i}": 1024 for n in (1, 2) for i in range(2)}
@@ -392,3 +394,215 @@ def test_room_rises_only_when_something_may_fit_that_did_not():
         change()
         assert floor.room > seen[-1]
         seen.append(floor.room)
+
+
+# --- whatever happens -------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A floor under test, and the rules of placement said again without its books."""
+
+    def __init__(self, gpus, roles, hosts, virtual, rules) -> None:
+        self.floor = Floor(gpus, roles=roles, hosts=hosts, virtual=virtual)
+        self.gpus, self.roles, self.hosts, self.virtual, self.rules = gpus, roles, hosts, virtual, rules
+        self.groups: dict[str, tuple[GroupSpec, Tenant, Placement]] = {}  # the spec with the duty known by now
+
+    def seats(self, gpu: str) -> list[tuple[GroupSpec, Tenant]]:
+        """Every gang on a GPU."""
+        return [
+            (spec, tenant)
+            for spec, tenant, placement in self.groups.values()
+            for gang in placement.gangs
+            if gpu in gang.gpus
+        ]
+
+    def stretches(self, seats: list[tuple[GroupSpec, Tenant]]) -> dict[str, tuple[float, JobClass]]:
+        """Job -> its predicted stretch where these gangs share a GPU, and its class."""
+        duties: dict[str, float] = {}
+        for spec, tenant in seats:
+            duties[tenant.job] = min(1.0, duties.get(tenant.job, 0) + spec.duty)
+        kinds = {tenant.job: tenant.kind for _, tenant in seats}
+        waits = {job: 1 + sum(d * d / 2 for other, d in duties.items() if other != job) for job in duties}
+        return {job: (max(1, sum(duties.values()), waits[job]), kinds[job]) for job in duties}
+
+    def may_take(self, gpu: str, spec: GroupSpec, tenant: Tenant, slip: float) -> bool:
+        """Whether a GPU may take one gang more, host memory aside. slip: added to the bounds."""
+        seats = [*self.seats(gpu), (spec, tenant)]
+        residual = sum(s.residual_bytes for s, _ in seats)
+        jobs = {t.job for _, t in seats}
+        return (
+            self.roles.get(gpu, GpuRole.ANY) in (GpuRole.ANY, GpuRole(spec.role))
+            and all(s.device_bytes + residual - s.residual_bytes <= self.gpus[gpu] for s, _ in seats)
+            and (self.rules.placement != "isolated" or len(jobs) == 1)
+            and (
+                len(jobs) == 1
+                or all(x <= self.rules.max_stretch[kind] + slip for x, kind in self.stretches(seats).values())
+            )
+        )
+
+    def free(self, spec: GroupSpec, tenant: Tenant, slip: float) -> dict[str, int]:
+        """Node -> how many of its GPUs could take one gang's rank."""
+        count: dict[str, int] = {}
+        for gpu in self.gpus:
+            node = gpu.partition(":")[0]
+            count[node] = count.get(node, 0) + self.may_take(gpu, spec, tenant, slip)
+        for node, budget in self.hosts.items():
+            if spec.host_bytes:
+                count[node] = min(count[node], max(0, budget - self.host(node)) // spec.host_bytes)
+        return count
+
+    def host(self, node: str) -> int:
+        return sum(s.host_bytes for gpu in self.gpus if gpu.startswith(f"{node}:") for s, _ in self.seats(gpu))
+
+    def check(self, touched=()) -> None:
+        """touched: GPUs on which something was placed just now, so that every member must be within its bound."""
+        for gpu, size in self.gpus.items():
+            seats, placed = self.seats(gpu), self.floor.on(gpu)
+            assert sorted(p.group for p in placed) == sorted(s.group for s, _ in seats)
+            residual = sum(s.residual_bytes for s, _ in seats)
+            assert self.floor.residual(gpu) == residual
+            for s, _ in seats:
+                assert s.device_bytes + residual - s.residual_bytes <= size
+                assert self.roles.get(gpu, GpuRole.ANY) in (GpuRole.ANY, GpuRole(s.role))
+            for p in placed:
+                assert self.virtual or (p.start % 64 == 0 and 0 <= p.start < p.end <= size)
+            if self.rules.placement == "isolated":
+                assert len({t.job for _, t in seats}) <= 1
+            stretches = self.stretches(seats)
+            assert abs(self.floor.predicted_stretch(gpu) - max((x for x, _ in stretches.values()), default=1)) < 1e-5
+            if gpu in touched and len(stretches) > 1:
+                assert all(x <= self.rules.max_stretch[kind] + 1e-5 for x, kind in stretches.values())
+        for node, budget in self.hosts.items():
+            assert self.floor.host_used(node) == self.host(node) <= budget
+        for job in {tenant.job for _, tenant, _ in self.groups.values()}:
+            worst = max(x[job][0] for gpu in self.gpus if job in (x := self.stretches(self.seats(gpu))))
+            assert abs(self.floor.stretch_of(job) - worst) < 1e-5
+
+    def dump(self):
+        return [(gpu, list(self.floor.on(gpu)), self.floor.predicted_stretch(gpu)) for gpu in self.gpus]
+
+
+DUTIES = st.integers(1, 20).map(lambda n: n / 20)
+SPECS = st.builds(
+    GroupSpec,
+    group=st.just(""),
+    role=st.sampled_from(Role),
+    owner=st.just(""),
+    gang_size=st.integers(1, 6),
+    replicas=st.sampled_from([1, 1, 2, 3]),
+    device_bytes=st.integers(1, 16).map(lambda n: 64 * n),
+    host_bytes=st.integers(0, 3),
+    residual_bytes=st.sampled_from([0, 0, 32, 64]),
+    duty=DUTIES,
+)
+TENANTS = [Tenant(job=f"j{i}", kind=kind) for i, kind in enumerate([*JobClass, JobClass.NORMAL, JobClass.INTERACTIVE])]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("choose"), SPECS, st.sampled_from(TENANTS)),
+        st.tuples(st.just("choose"), SPECS, st.sampled_from(TENANTS)),
+        st.tuples(st.just("all"), st.lists(SPECS, min_size=2, max_size=3), st.sampled_from(TENANTS)),
+        st.tuples(st.just("vacate"), st.integers(0, 99)),
+        st.tuples(st.just("duty"), st.integers(0, 99), DUTIES),
+        st.tuples(st.just("better"), st.integers(0, 99)),
+    ),
+    max_size=25,
+)
+
+
+@st.composite
+def models(draw):
+    """A way to make the same model again."""
+    gpus = {
+        f"n{n}:{i}": draw(st.sampled_from([1024, 1024, 512]))
+        for n in range(draw(st.sampled_from([1, 2, 3, 4, 12])))
+        for i in range(draw(st.integers(1, 4)))
+    }
+    nodes = sorted({gpu.partition(":")[0] for gpu in gpus})
+    roles = draw(st.dictionaries(st.sampled_from(sorted(gpus)), st.sampled_from(GpuRole), max_size=3))
+    hosts = draw(st.dictionaries(st.sampled_from(nodes), st.integers(0, 20)))
+    rules = Rules(draw(st.sampled_from(PLACEMENTS)), interactive=draw(st.sampled_from([2.0, 1.2])))
+    virtual = draw(st.booleans())
+    return lambda: Model(gpus, roles, hosts, virtual, rules)
+
+
+def play(model: Model, steps) -> list:
+    """Do the steps, checking after each. Returns all that was chosen."""
+    history = []
+    for number, (verb, *args) in enumerate(steps):
+        if verb in ("choose", "all"):
+            wanted, tenant = args
+            specs = [
+                replace(s, group=f"g{number}.{i}", owner=tenant.job)
+                for i, s in enumerate(wanted if verb == "all" else [wanted])
+            ]
+            before = model.dump()
+            if verb == "all":
+                placements = model.floor.choose_all(specs, model.rules, tenant)
+            else:
+                placements = one(model, specs[0], tenant)
+            if placements is None:
+                assert model.dump() == before
+            else:
+                assert [p.group for p in placements] == [s.group for s in specs]
+                model.groups |= {s.group: (s, tenant, p) for s, p in zip(specs, placements, strict=True)}
+            touched = [gpu for p in placements or () for gang in p.gangs for gpu in gang.gpus]
+            model.check(touched)
+            history.append(placements)
+        elif model.groups:
+            group = list(model.groups)[args[0] % len(model.groups)]
+            spec, tenant, placement = model.groups[group]
+            if verb == "vacate":
+                del model.groups[group]
+                model.floor.vacate(group)
+            elif verb == "duty":
+                model.groups[group] = replace(spec, duty=args[1]), tenant, placement
+                model.floor.set_duty(group, args[1])
+            else:
+                history.append(improve(model, group))
+            model.check()
+    return history
+
+
+def one(model: Model, spec: GroupSpec, tenant: Tenant) -> tuple[Placement] | None:
+    """Choose for one group. One gang is refused only if no GPUs are left, and is on several nodes only if it must be."""
+    free = model.free(spec, tenant, -1e-5)
+    at_most = model.free(spec, tenant, 1e-5)
+    try:
+        placement = model.floor.choose(spec, model.rules, tenant)
+    except DoesNotFit:
+        assert spec.replicas > 1 or sum(free.values()) < spec.gang_size
+        return None
+    gangs = placement.gangs
+    assert [gang.id for gang in gangs] == [f"{spec.group}/{i}" for i in range(spec.replicas)]
+    assert all(len(set(gang.gpus)) == spec.gang_size == len(gang.extents) for gang in gangs)
+    nodes = len({gpu.partition(":")[0] for gpu in gangs[0].gpus})
+    if free == at_most:
+        fullest = sorted(free.values(), reverse=True)
+        assert nodes == next(n for n in range(1, 9) if sum(fullest[:n]) >= spec.gang_size)
+    if spec.replicas > 1 and spec.gang_size == 1 and sum(free.values()) >= spec.replicas and free == at_most:
+        assert len({gang.gpus for gang in gangs}) == spec.replicas
+    return (placement,)
+
+
+def improve(model: Model, group: str) -> Placement | None:
+    """Ask for a better place and go there."""
+    spec, tenant, old = model.groups[group]
+    before = model.dump()
+    room = model.floor.room
+    better = model.floor.better(group, model.rules, tenant)
+    assert model.dump() == before and model.floor.room == room
+    if better is None:
+        return None
+    here = {gpu for gang in old.gangs for gpu in gang.gpus}
+    there = {gpu for gang in better.gangs for gpu in gang.gpus}
+    worst = max(map(model.floor.predicted_stretch, here))
+    assert not here & there
+    model.floor.move(group, better)
+    model.groups[group] = spec, tenant, better
+    assert max(map(model.floor.predicted_stretch, there)) <= 0.8 * worst + 1e-5
+    return better
+
+
+@given(models(), STEPS)
+def test_bytes_roles_hosts_isolation_and_bounds_hold_and_the_same_asks_get_the_same_places(model, steps):
+    assert play(model(), steps) == play(model(), steps)
