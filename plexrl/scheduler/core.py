@@ -11,7 +11,7 @@ from plexrl.scheduler.fairshare import Shares
 from plexrl.scheduler.gang import NORMAL, SCAVENGER, Entry, GangState
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.line import Line, Waiter
-from plexrl.scheduler.order import ORDERS, key, score
+from plexrl.scheduler.order import ORDERS, key, score, service_us
 from plexrl.scheduler.placement import Floor
 from plexrl.scheduler.policy import Policy
 from plexrl.scheduler.residence import Arrival, Residence
@@ -19,6 +19,9 @@ from plexrl.scheduler.rollout import Rollout
 from plexrl.scheduler.spans import Meter, Use
 from plexrl.scheduler.turn import OpenTurn, Others, Phase
 from plexrl.types import BadInput, Call, CallKind, GpuRole, GroupSpec, Placement, Residency, Role, SpanClass, Tenant
+
+_FACTOR_US = 1_000_000  # for how long a fair-share factor is good
+_NEVER = (0, 1.0)
 
 
 class Core:
@@ -47,6 +50,7 @@ class Core:
         self.shares = Shares(policy.half_life_us)
         self.budget = Budget(policy.interactive_switches_per_hour)
         self.tenants: dict[str, Tenant] = {}
+        self._factors: dict[Tenant, tuple[int, float]] = {}
         self.gangs: dict[str, GangState] = {}
         self.groups: dict[str, list[GangState]] = {}
         self.specs: dict[str, GroupSpec] = {}
@@ -91,6 +95,14 @@ class Core:
     def _next(self) -> int:
         self._ticket += 1
         return self._ticket
+
+    def factor(self, tenant: Tenant) -> float:
+        """The tenant's fair-share factor, at most a second old: it changes over hours."""
+        at, factor = self._factors.get(tenant, _NEVER)
+        if self.now >= at:
+            factor = self.shares.factor(self.now, tenant.account, tenant.user or tenant.job)
+            self._factors[tenant] = self.now + _FACTOR_US, factor
+        return factor
 
     def tenant(self, job: str) -> Tenant:
         """Who a job is; a job that was never enrolled is a user of its own."""
@@ -203,20 +215,20 @@ class Core:
             if first.call.peer and first.call.peer in self.groups:
                 state.peers = (self.groups[first.call.peer][0],)
                 state.reach = tuple(dict.fromkeys((*state.gpus, *state.peers[0].gpus)))
-        rank = state.rank
-        if old and old.gpus == state.reach:
-            old.ticket, old.since_us, old.due_us = ticket, since_us, due_us
-            if old.rank == rank:
-                return
+        rank, tenant = state.rank, first.tenant if first else state.owner
+        if old and old.gpus == state.reach and old.rank == rank:
+            old.tenant, old.ticket, old.since_us, old.due_us = tenant, ticket, since_us, due_us
+            return
         self._unlist(state)
-        waiter = Waiter(state, ticket, since_us, due_us, state.reach, rank)
+        waiter = Waiter(state, tenant, ticket, since_us, due_us, state.reach, rank, service_us(state))
         self.line.put(waiter)
         for gpu in waiter.gpus:
             turn = self.held.get(gpu)
             if turn is None:
                 self._open.add(gpu)
             else:
-                turn.looked = False
+                if len(self.line.on[gpu]) == 1:
+                    turn.looked = False
                 self._stir(turn)
 
     def _unlist(self, state: GangState) -> None:
@@ -474,16 +486,14 @@ class Core:
     def _backfill(self, waiter: Waiter, others: list[Waiter]) -> None:
         """EASY: ahead of reservations, if the turn and both its switches end before those could begin."""
         state = waiter.state
-        shadow = min(self._shadow(other) for other in others)
-        keep = [member for other in others for member in other.state.members]
-        victims = self._victims(state, keep)
-        if victims is None:
-            return
         both = 0 if state.residency is Residency.DEVICE else 2 * state.switch.mean
         least = int(self.policy.min_turn_factor * both / 2)
+        shadow = min(self._shadow(other) for other in others)
         if self.now + both + max(least, 1) > shadow or state.residency is Residency.COLD:
             return
-        self._grant(waiter, victims, "backfill", shadow - both // 2)
+        victims = self._victims(state, [member for other in others for member in other.state.members])
+        if victims is not None:
+            self._grant(waiter, victims, "backfill", shadow - both // 2)
 
     def _shadow(self, waiter: Waiter) -> int:
         """When a reservation's gang is expected to begin."""
@@ -495,21 +505,14 @@ class Core:
     def _others(self, turn: OpenTurn) -> Others | None:
         """Who waits for the turn's GPUs; None when nobody does."""
         line = self.line
-        first: Waiter | None = None
-        answered = True
-        for gpu in turn.gpus:
-            for waiter in line.on[gpu].values():
-                first = first or waiter
-                if waiter.state.tenant.job != turn.job:
-                    answered = False
-                    break
-            if first and not answered:
-                break
-        if first is None:
+        if not any(line.on[gpu] for gpu in turn.gpus):
             return None
+        answered = turn.drained_us is not None and all(
+            waiter.tenant.job == turn.job for gpu in turn.gpus for waiter in line.on[gpu].values()
+        )
         best = NORMAL
         if line.ranks[0] or turn.rank == SCAVENGER or line.ranks[SCAVENGER]:
-            best = min(waiter.state.rank for gpu in turn.gpus for waiter in line.on[gpu].values())
+            best = min(waiter.rank for gpu in turn.gpus for waiter in line.on[gpu].values())
         owed = False
         if turn.limit_us is not None:
             reserved = {id(w): w for gpu in turn.gpus if (w := line.reserved.get(gpu)) is not None}
@@ -691,22 +694,14 @@ class Core:
 
     def _look_ahead(self, turn: OpenTurn) -> None:
         """Bring in the next gang beside the turn, if its bytes fit."""
-        waiters = {
-            name: waiter
-            for gpu in turn.gpus
-            for name, waiter in self.line.on[gpu].items()
-            if waiter.state.residency is Residency.HOST
-        }
-        if not waiters or any(s.arrival or s.evictor for gpu in turn.gpus for s in self.residence.on[gpu].values()):
+        if any(self.copies[gpu] for gpu in turn.gpus):
             return
         held = [w for gpu in turn.gpus if (w := self.line.reserved.get(gpu)) is not None]
-        best = (
-            held[0]
-            if held
-            else min((w for gpu in turn.gpus for w in self.line.on[gpu].values()), key=lambda waiter: key(self, waiter))
-        )
-        state = best.state
-        if state.residency is not Residency.HOST or state.evictor or best.state.peers:
+        waiters = held[:1] or list({id(w): w for gpu in turn.gpus for w in self.line.on[gpu].values()}.values())
+        if not any(waiter.state.residency is Residency.HOST for waiter in waiters):
+            return
+        state = min(waiters, key=lambda waiter: key(self, waiter)).state
+        if state.residency is not Residency.HOST or state.peers:
             return
         at_work = {member for gpu in state.gpus if (t := self.held.get(gpu)) for member in (t.state, *t.peers)}
         victims = self.residence.victims([state], self.now, {state, *at_work, *(w.state for w in held)})

@@ -6,19 +6,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from plexrl.scheduler.gang import GangState
+from plexrl.types import Tenant
 
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A gang in line. ticket: its number in order of arrival. since_us: since when it could have run. due_us: the
-    nearest deadline of its calls. gpus: what its turn needs. rank: of its class, as it is counted in the line."""
+    """A gang in line, as its calls were when it was put there or one came or went.
+
+    tenant: for whom it would run. ticket: its number in order of arrival. since_us: since when it could have run.
+    due_us: the deadline of its first call. gpus: what its turn needs. rank: of its class. service_us: how long its turn
+    is expected to last.
+    """
 
     state: GangState
+    tenant: Tenant
     ticket: int
     since_us: int
     due_us: int | None
     gpus: tuple[str, ...]
     rank: int
+    service_us: int
 
 
 class Line:

@@ -37,7 +37,7 @@ def response_ratio(core: Core, waiter: Waiter) -> Key:
 
 def fair(core: Core, waiter: Waiter) -> Key:
     """The account, then the user, that is furthest below its share; the response ratio among equals."""
-    tenant = waiter.state.tenant
+    tenant = waiter.tenant
     account, user = core.shares.level(core.now, tenant.account, tenant.user or tenant.job)
     return (-account, -user, -score(core, waiter))
 
@@ -52,23 +52,19 @@ ORDERS: dict[str, Callable[[Core, Waiter], Key]] = {
 
 def key(core: Core, waiter: Waiter) -> Key:
     """The waiter's place."""
-    state, policy = waiter.state, core.policy
-    rank = state.rank
+    state, policy, rank = waiter.state, core.policy, waiter.rank
     if rank != SCAVENGER and core.now - waiter.since_us >= policy.starvation_us:
         return (0, waiter.ticket)
-    near = 1
-    due = waiter.due_us or 0
-    if due and core.now >= due - policy.quantum_us - switch_us(state):
-        near = 0
-    return (1, rank, near, due if not near else 0, -state.tenant.priority, *core.order(core, waiter), waiter.ticket)
+    due = waiter.due_us
+    if due is None or core.now < due - policy.quantum_us - switch_us(state):
+        return (1, rank, 1, 0, -waiter.tenant.priority, *core.order(core, waiter), waiter.ticket)
+    return (1, rank, 0, due, waiter.ticket)
 
 
 def score(core: Core, waiter: Waiter) -> float:
     """The response ratio of a waiter now, times its fair-share factor."""
-    state = waiter.state
-    tenant = state.tenant
-    factor = core.shares.factor(core.now, tenant.account, tenant.user or tenant.job)
-    return hrrs(max(0, core.now - waiter.since_us), service_us(state), switch_us(state), factor)
+    wait_us = max(0, core.now - waiter.since_us)
+    return hrrs(wait_us, waiter.service_us, switch_us(waiter.state), core.factor(waiter.tenant))
 
 
 def switch_us(state: GangState) -> int:
