@@ -1,10 +1,11 @@
-"""`plexrl trace`: what a pool has recorded, in a form that `plexrl simulate` reads."""
+"""`plexrl trace`: what a pool has recorded, in a form that `plexrl simulate` reads, and how well that predicts it."""
 
 import os
 import pwd
 import sys
 from pathlib import Path
 
+import msgspec
 import typer
 
 from plexrl.accounting.export import export as exported
@@ -50,6 +51,42 @@ def export(
         return
     traces.write(recording, out)
     print(f"{out}: {len(recording.calls)} calls of {len(recording.jobs)} jobs")
+
+
+@app.command()
+def calibrate(
+    file: Path = typer.Argument(..., metavar="FILE", help="A trace that plexrl trace export wrote."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON; shares and errors as fractions of 1."),
+) -> None:
+    """Simulate the recorded jobs again and print by how much step times and busy shares are missed.
+
+    Service and switch models are fitted to the trace; the policy is the recorded one.
+    """
+    from plexrl.sim.calibrate import calibrate as calibrated
+
+    found = calibrated(traces.read(file))
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return
+    from plexrl.sim.table import Column, show
+
+    columns = (
+        Column("job", "job", text=True),
+        Column("steps", "steps"),
+        Column("step_s", "step s", ".2f"),
+        Column("predicted_step_s", "predicted", ".2f"),
+        Column("step_error", "error", "%"),
+        Column("busy", "busy", "%"),
+        Column("predicted_busy", "predicted", "%"),
+        Column("busy_error", "error", "%"),
+    )
+    notes = [f"{fit.group}: {fit.calls} calls, service model off by {fit.error:.1%} a call" for fit in found.fits]
+    switch = found.switch
+    notes.append(
+        f"switches: {switch.gbps_in:.1f} GB/s in, {switch.gbps_out:.1f} out, {switch.overhead_us / 1e3:.1f} ms overhead"
+    )
+    notes.append(f"mean error: step times {found.error:.1%}, busy shares {found.busy_error:.1%}")
+    show(f"{file}: recorded and predicted", columns, [msgspec.structs.asdict(row) for row in found.rows], notes)
 
 
 def _ledger(declared: Declared) -> Path:

@@ -25,6 +25,8 @@ from plexrl.sim.workload import (
 )
 from plexrl.types import BadInput
 
+Part = Annotated[float, Meta(ge=0, lt=1)]
+
 KV_BYTES = 24 * GIB  # ours: a sampler's cache per GPU, given up when it leaves the device (facts 5.2, sleep level 1)
 WORKSPACE_BYTES = 8 * GIB  # ours: a trainer's activations per GPU, given up likewise
 PUBLISH_BYTES_PER_US = 20_000  # ours; facts 5.5: 92 GB/s beyond the first seconds, over 8 GPUs at once
@@ -96,16 +98,17 @@ def job(
         ),
         **fields,
     )
-    reward = REWARD_SHARE * rollout_us(plan, draw(plan, 0, 0))
+    reward = REWARD_SHARE * rollout_us(plan, draw(structs.replace(plan, job="mean"), 0, 0))
     return with_share(structs.replace(plan, reward_us=round(reward)), train_share)
 
 
 def with_share(plan: JobPlan, share: float, seed: int = 0, steps: int = 5) -> JobPlan:
     """The plan with training tokens so dear that training takes `share` (below 1) of rollout + training, alone.
 
-    Means over drawn steps; fixed costs of its calls are left as they are, so a tiny share is not always reached.
+    Means over drawn steps, the same for every job of a kind; fixed costs of its calls are left as they are, so a tiny
+    share is not always reached.
     """
-    works = [draw(plan, step, seed) for step in range(steps)]
+    works = [draw(structs.replace(plan, job="mean"), step, seed) for step in range(steps)]
     rollout = sum(rollout_us(plan, work) for work in works)
     tokens = sum(work.train_tokens for work in works)
     fixed = steps * (plan.train.calls * plan.train.service.train_us(0) + plan.train.service.step_optimizer_us())
@@ -170,14 +173,19 @@ class Mixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lagged: Share = 0.5  # ours: facts 1.7 have both kinds
     tools: Share = 0.25  # ours
     turns: tuple[Natural, Natural] = (5, 10)  # facts 7.3: 5 to 150
-    train_share: tuple[Share, Share] = (0.08, 0.35)  # facts 7.1: training 14 to 31 %, rollouts up to more than 90 %
+    train_share: tuple[Part, Part] = (0.08, 0.35)  # facts 7.1: training 14 to 31 %, rollouts up to more than 90 %
     steps: tuple[Count, Count] = (20, 60)  # ours
 
     def make(self, seed: int) -> Workload:
-        """The workload of a seed. Raises BadInput for an unknown size."""
+        """The workload of a seed. Raises BadInput for an unknown size, none, or a range that is none."""
         unknown = set(self.sizes) - set(SIZES)
-        if unknown:
-            raise BadInput(f"sizes: no model size {min(unknown)!r}", f"Choose from {', '.join(SIZES)}")
+        if unknown or not self.sizes:
+            what = f"sizes: no model size {min(unknown)!r}" if unknown else "sizes is empty"
+            raise BadInput(what, f"Choose from {', '.join(SIZES)}")
+        for name in ("turns", "train_share", "steps"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise BadInput(f"{name}: {low} is above {high}", "Write the lower bound first")
         cluster, rng = Cluster(nodes=self.nodes), Random(f"mixed/{seed}")
         plans = [self._job(f"j{number:03d}", rng) for number in range(self.jobs)]
         held = [(plan.train.gpus + plan.sample.replicas * plan.sample.gpus) * duration_us(plan) for plan in plans]
@@ -214,7 +222,7 @@ class Equal(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     summary: ClassVar[str] = "equal jobs that share one pool of training GPUs"
     jobs: Count = 2
     size: str = "7B"
-    train_share: Share = 0.2  # facts 7.1
+    train_share: Part = 0.2  # facts 7.1
     lag: Annotated[int, Meta(ge=0, le=1)] = 0
     steps: Count = 30  # ours
     stagger: Share = 1.0
@@ -244,7 +252,7 @@ class Pair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Two small synchronous jobs on one node of two GPUs: quick, and easy to follow turn by turn."""
 
     summary: ClassVar[str] = "two small jobs on two GPUs"
-    train_share: Share = 0.3
+    train_share: Part = 0.3
     steps: Count = 10
 
     def make(self, seed: int) -> Workload:
