@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ app = typer.Typer(add_completion=False)
 
 # name -> module of plexrl.sim.presets; each has preset(progress, seeds, trace) -> Found
 PRESETS = {"paper": "paper", "policies": "policies_preset", "philly": "philly"}
+_EVERY_S = 20.0
 
 
 @app.command()
@@ -27,7 +30,10 @@ def simulate(
         "trace that a pool recorded.",
     ),
     policy: str = typer.Option(
-        "plexrl", metavar="P", help="isolated, pack, spread, spread_backfill, plexrl (our best setting), or all."
+        "plexrl",
+        metavar="P",
+        help="isolated, pack, spread, spread_backfill, plexrl (our best setting); colocated, split_async, rollmux or "
+        "llmd, as others do it; or all.",
     ),
     seed: int | None = typer.Option(None, metavar="N", help="Of all draws; equal seeds give equal runs."),
     config: Path | None = typer.Option(
@@ -49,6 +55,8 @@ def simulate(
     """
     if bool(workload) == bool(preset):
         raise BadInput("neither or both of --workload and --preset", "Give one: --workload pair, or --preset paper")
+    if html is not None:
+        _opened(html)
     if preset:
         _unused({"--seed": seed, "--config": config, "--policy": None if policy == "plexrl" else policy}, "--preset")
         if preset not in PRESETS:
@@ -63,9 +71,9 @@ def simulate(
         from plexrl.sim.compare import compare
 
         given = _workload(workload, seed)
-        policies = _policies(policy, config)
+        policies, baselines = _policies(policy, config)
         with _progress(given.name) as progress:
-            found = compare(given, policies, progress, keep_timeline=html is not None)
+            found = compare(given, policies, baselines, progress, keep_timeline=html is not None)
     _tell(found, as_json, html)
 
 
@@ -117,33 +125,66 @@ def _parts(text: str) -> Iterator[str]:
         yield part
 
 
-def _policies(name: str, config: Path | None) -> dict[str, Any]:
+def _policies(name: str, config: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """The policies that are asked for, and what others do."""
     from plexrl.scheduler import Policy
-    from plexrl.sim.named import POLICIES, named
+    from plexrl.sim.baselines import BASELINES
+    from plexrl.sim.named import POLICIES
 
-    known = dict(POLICIES)
+    policies = dict(POLICIES)
+    baselines = [other for other in BASELINES if other not in policies]
     if config is not None:
         from plexrl.config import load
 
         if name not in ("plexrl", "all"):
             raise BadInput(f"--config gives the policy plexrl, not {name}", "Leave --policy out, or give all")
-        known["plexrl"] = Policy(**load(config).scheduler.model_dump())
+        policies["plexrl"] = Policy(**load(config).scheduler.model_dump())
     if name == "all":
-        return known
-    named(name)
-    return {name: known[name]}
+        return policies, baselines
+    if name in baselines:
+        return {}, [name]
+    if name not in policies:
+        raise BadInput(f"no policy is called {name!r}", f"Use one of {', '.join([*policies, *baselines])}, or all")
+    return {name: policies[name]}, []
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr while the work lasts; called with the share that is done and what is being done."""
+    """Tells stderr how far the work is: a bar on a terminal, else a line now and then. Called with the share done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(what)
+        return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda share, words: bar.update(task, completed=share, description=f"{what}: {words}")
+
+
+class _Lines:
+    """Progress in a log: the first line after a while, so that short runs say nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told = time.monotonic()
+
+    def __call__(self, share: float, words: str) -> None:
+        now = time.monotonic()
+        if now - self._told >= _EVERY_S:
+            self._told = now
+            print(f"{self._what}: {share:.0%}, {words}", file=sys.stderr)
+
+
+def _opened(html: Path) -> None:
+    """Raises BadInput where the page could not be written, before hours were spent on it."""
+    try:
+        html.open("a").close()
+    except OSError as error:
+        what = f"{html} cannot be written ({error.strerror})"
+        raise BadInput(what, "Name a file in a folder of yours") from error
 
 
 def _tell(found: Any, as_json: bool, html: Path | None) -> None:
@@ -152,11 +193,7 @@ def _tell(found: Any, as_json: bool, html: Path | None) -> None:
 
         head = section("Figures", table(found.columns, found.rows), " ".join(found.notes))
         text = document(found.title, found.words, [head, *found.sections], found.runs)
-        try:
-            html.write_text(text, encoding="utf-8")
-        except OSError as error:
-            what = f"{html} cannot be written ({error.strerror})"
-            raise BadInput(what, "Name a file in a folder of yours") from error
+        html.write_text(text, encoding="utf-8")
     if as_json:
         print(json.dumps({"title": found.title, "rows": found.rows, **found.more, "notes": found.notes}, indent=2))
         return

@@ -8,7 +8,6 @@ formulas are ours in all of them; the paper's are not public.
 from msgspec import structs
 
 from plexrl.scheduler.policy import Policy
-from plexrl.types import BadInput
 
 _PUBLISHED = Policy(
     order="hrrs",
@@ -27,10 +26,3 @@ POLICIES = {
     "spread_backfill": structs.replace(_PUBLISHED, placement="spread_backfill", backfill=True),
     "plexrl": Policy(placement="spread_backfill", order="hrrs"),
 }
-
-
-def named(name: str) -> Policy:
-    """Raises BadInput for a name that no policy has."""
-    if name not in POLICIES:
-        raise BadInput(f"no policy is called {name!r}", f"Use one of {', '.join(POLICIES)}, or all")
-    return POLICIES[name]

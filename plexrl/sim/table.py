@@ -7,9 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_WIDTH = 140  # of what is written to a file or a pipe
+
 
 class Column(Struct, frozen=True):
-    """A column. key: of the row. form: a format, or `%` for a share of 1."""
+    """A column. key: of the row. form: a format, or `%` or `1%` for a share of 1 in per cent."""
 
     key: str
     title: str
@@ -23,9 +25,9 @@ def cell(column: Column, value: object) -> str:
         return "-"
     if isinstance(value, list | tuple):
         return " to ".join(cell(column, part) for part in value)
-    if column.form == "%":
+    if column.form.endswith("%"):
         assert isinstance(value, int | float)
-        return f"{100 * value:.2f} %"
+        return f"{100 * value:.{column.form[:-1] or 2}f} %"
     return format(value, column.form)
 
 
@@ -39,6 +41,8 @@ def show(
     for row in rows:
         table.add_row(*(Text(cell(column, row.get(column.key))) for column in columns))
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
     console.print(Text(title, style="bold"))
     console.print(table)
     for note in notes:

@@ -1,7 +1,7 @@
 """Workloads of the preset `paper`: its jobs, and the clusters that they run on."""
 
-from collections.abc import Iterable, Sequence
-from statistics import fmean
+from collections.abc import Sequence
+from math import ceil
 
 from msgspec import structs
 
@@ -83,6 +83,12 @@ def resized(setting: Setting, plan: JobPlan, gpus: int) -> JobPlan:
     return structs.replace(plan, train=_trainer(setting, gpus, each))
 
 
+def colocated(setting: Setting, plan: JobPlan) -> JobPlan:
+    """The same job with samplers on all of its trainer's GPUs: the phases alternate, so its samples are never old."""
+    replicas = setting.train_gpus // setting.replica_gpus
+    return structs.replace(plan, lag=0, sample=structs.replace(plan.sample, replicas=replicas))
+
+
 def right_size(setting: Setting) -> int:
     """Training GPUs of a right-sized split: the fewest that hold the state and are busy at most RIGHT_SIZED_DUTY.
 
@@ -120,10 +126,10 @@ def workload(name: str, plans: Sequence[JobPlan], seed: int, *, train: int, samp
     return Workload(name=name, gpus=cluster, jobs=tuple(plans), switch=switch, seed=seed)
 
 
-def pool_of_all(setting: Setting, k: int, busy: Iterable[float]) -> int:
+def pool_of_all(setting: Setting, k: int, busy: float) -> int:
     """GPUs of layout shared_all, in whole nodes: for SHARED_ALL_DUTY, and the trainer must fit.
 
-    busy: GPUs that each job keeps busy on average when it is alone.
+    busy: GPUs that a job keeps busy on average when it is alone.
     """
-    need = k * fmean(busy) / fixed.SHARED_ALL_DUTY
-    return max(-(-need // NODE) * NODE, setting.train_gpus)
+    nodes = ceil(k * busy / fixed.SHARED_ALL_DUTY / NODE)
+    return max(nodes * NODE, setting.train_gpus)

@@ -25,12 +25,12 @@ class Layout(Struct, frozen=True):
 
 
 class Ends:
-    """When each job of a run had made its steps, from its own arrival on."""
+    """When each job of a run had made its steps, from its own arrival on. runs: several if each job ran apart."""
 
-    def __init__(self, result: Result) -> None:
-        self._arrivals = {job.job: job.arrival_us for job in result.jobs}
+    def __init__(self, *runs: Result) -> None:
+        self._arrivals = {job.job: job.arrival_us for run in runs for job in run.jobs}
         self.ends: dict[str, list[int]] = {name: [0] for name in self._arrivals}
-        for span in sorted(result.steps, key=lambda span: (span.job, span.step)):
+        for span in sorted((span for run in runs for span in run.steps), key=lambda span: (span.job, span.step)):
             self.ends[span.job].append(span.end_us - self._arrivals[span.job])
         self.until_us = min(self._arrivals[name] + ends[-1] for name, ends in self.ends.items())
 

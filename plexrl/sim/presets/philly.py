@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from plexrl.sim.found import Found, Progress
 from plexrl.sim.named import POLICIES
 from plexrl.sim.page import pictures
 from plexrl.sim.philly import WHERE, philly
-from plexrl.sim.presets.found import Found, Progress
 from plexrl.sim.run import run
 from plexrl.sim.table import Column
 from plexrl.types import BadInput

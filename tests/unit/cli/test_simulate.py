@@ -1,5 +1,7 @@
 """plexrl simulate: what it refuses, and how it says so."""
 
+import json
+
 import pytest
 
 from plexrl.cli.simulate import _parameters
@@ -48,3 +50,41 @@ def test_parameters_of_a_family():
     }
     with pytest.raises(BadInput, match="jobs"):
         _parameters("jobs=[1")
+
+
+def test_equal_seeds_print_equal_figures_and_the_page_is_written(tmp_path):
+    html = tmp_path / "pair.html"
+    asked = ("simulate", "--workload", "pair:steps=2", "--policy", "all", "--seed", "3", "--json")
+    one, other = plexrl(*asked, "--html", str(html)), plexrl(*asked)
+    assert one.returncode == other.returncode == 0, one.stderr
+    rows = [json.loads(shown.stdout)["rows"] for shown in (one, other)]
+    for row in rows[0] + rows[1]:
+        del row["wall_s"], row["correlation"]  # real time; and what only a kept timeline tells
+    assert rows[0] == rows[1]
+    assert {"isolated", "pack", "spread", "spread_backfill", "plexrl", "colocated", "llmd"} <= {
+        row["policy"] for row in rows[0]
+    }
+    assert rows[0][0]["relative_completion"] == 1.0
+    assert '<canvas id="timeline"' in html.read_text(encoding="utf-8")
+
+
+def test_a_table_names_what_was_left_out():
+    shown = plexrl("simulate", "--workload", "pair:steps=2", "--policy", "split_async")
+    assert shown.returncode == 0, shown.stderr
+    assert "split_async: workload pair" in shown.stdout
+
+
+def test_a_page_that_cannot_be_written_is_one_message(tmp_path):
+    assert "none/pair.html" in refused("--workload", "pair:steps=2", "--html", str(tmp_path / "none" / "pair.html"))
+
+
+def test_a_configuration_gives_the_policy(tmp_path):
+    config = tmp_path / "plexrl.yaml"
+    model = {"path": str(tmp_path), "engine": "noop"}
+    scheduler = {"placement": "isolated", "order": "fifo"}
+    config.write_text(json.dumps({"state_dir": str(tmp_path), "models": {"m": model}, "scheduler": scheduler}))
+    asked = ("simulate", "--workload", "pair:steps=2", "--json")
+    given, isolated = plexrl(*asked, "--config", str(config)), plexrl(*asked, "--policy", "isolated")
+    assert given.returncode == 0, given.stderr
+    hours = [json.loads(shown.stdout)["rows"][0]["hours"] for shown in (given, isolated)]
+    assert hours[0] == hours[1]

@@ -68,6 +68,8 @@ def result(names: tuple[str, ...] = ("one", "two"), gpus: int = 4, policy: str =
         "gathers": 0,
         "relocations": 0,
         "hidden_us": 0,
+        "train_busy_us": wall * 2 // 10,
+        "train_held_us": wall,
         "jobs_refused": {},
         "events": 100,
         "wall_s": 0.1,

@@ -1,4 +1,4 @@
-"""What a preset hands back, whoever shows it."""
+"""What a comparison or a preset hands back, whoever shows it."""
 
 from collections.abc import Callable
 from typing import Any
