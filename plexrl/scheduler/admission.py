@@ -87,9 +87,10 @@ class Admission:
             names.add(spec.group)
         if not specs:
             raise BadInput(f"job {tenant.job} asks for no worker group", "Name at least one")
-        self._floor.possible(specs, policy, tenant)
         self._ticket += 1
         ask = Ask(CLASSES.index(tenant.kind), -tenant.priority, self._ticket, tenant, tuple(specs), now)
+        if self._key(ask) not in self._lines:  # the others in its line would fit
+            self._floor.possible(specs, policy, tenant)
         self._jobs.setdefault(tenant.job, []).append(ask)
         self._enlist(ask)
 
@@ -176,13 +177,16 @@ class Admission:
             changed.append(self._enlist(other))
         return [key for key in dict.fromkeys(changed) if key in self._lines]
 
-    def _enlist(self, ask: Ask) -> Key:
+    def _key(self, ask: Ask) -> Key:
         job = ask.tenant.job
-        alone = self._jobs[job] == [ask] and not self._floor.has(job)
+        like_others = not self._floor.has(job) and all(other is ask for other in self._jobs.get(job, ()))
         needs = tuple(
             (s.role, s.gang_size, s.replicas, s.device_bytes, s.host_bytes, s.residual_bytes, s.duty) for s in ask.specs
         )
-        ask.key = ask.kind, "" if alone else job, needs
+        return ask.kind, "" if like_others else job, needs
+
+    def _enlist(self, ask: Ask) -> Key:
+        ask.key = self._key(ask)
         insort(self._lines.setdefault(ask.key, Line()).asks, ask)
         self._seen = None
         return ask.key

@@ -564,7 +564,7 @@ def play(model: Model, steps) -> list:
 
 
 def one(model: Model, spec: GroupSpec, tenant: Tenant) -> tuple[Placement] | None:
-    """Choose for one group. One gang is refused only if no GPUs are left, and is on several nodes only if it must be."""
+    """Choose for one group. One gang is refused only if no GPUs are left; it is on several nodes only if it must be."""
     free = model.free(spec, tenant, -1e-5)
     at_most = model.free(spec, tenant, 1e-5)
     try:
