@@ -2,17 +2,33 @@
 
 from plexrl.config.load import load
 from plexrl.config.quantities import parse_duration, parse_size
-from plexrl.config.schema import Device, Host, Limits, Lora, Model, PoolConfig, Sample, SchedulerPolicy, Train
+from plexrl.config.schema import (
+    Device,
+    Host,
+    Limits,
+    Lora,
+    MaxStretch,
+    Model,
+    PoolConfig,
+    Sample,
+    SchedulerPolicy,
+    Share,
+    Standing,
+    Train,
+)
 
 __all__ = [
     "Device",
     "Host",
     "Limits",
     "Lora",
+    "MaxStretch",
     "Model",
     "PoolConfig",
     "Sample",
     "SchedulerPolicy",
+    "Share",
+    "Standing",
     "Train",
     "load",
     "parse_duration",

@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -53,6 +53,8 @@ def _explain(error: Any) -> Problem:
             return where, "too small", f"Write a number above {context['gt']}"
         case "greater_than_equal":
             return where, "too small", f"Write a number of {context['ge']} or more"
+        case "less_than_equal":
+            return where, "too large", f"Write a number of {context['le']} or less"
         case "int_type" | "int_from_float":
             return where, "not a whole number", "Write digits without quotes"
         case "float_type" | "finite_number":
@@ -74,9 +76,20 @@ def _explain(error: Any) -> Problem:
 def _keys(section: Location) -> list[str]:
     """The keys that the schema knows in a section."""
     model: type[BaseModel] = PoolConfig
-    for part in section[:1] + section[2:] if section[:1] == ("models",) else section:
-        model = Model if part == "models" else model.model_fields[str(part)].annotation
+    named = False
+    for part in section:
+        if named:  # a name that the file chooses, such as a model's or an account's
+            named = False
+            continue
+        inner = _field(model, str(part))
+        named = not isinstance(inner, type)
+        model = get_args(inner)[1] if named else inner
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _field(model: type[BaseModel], key: str) -> Any:
+    """The type of a key: a section, or a table of sections by names."""
+    return next(field.annotation for name, field in model.model_fields.items() if key == (field.alias or name))
 
 
 def _check(config: PoolConfig) -> list[Problem]:

@@ -17,7 +17,7 @@ _SIZE_UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_DURATION_UNITS = {"us": 1, "ms": 10**3, "s": 10**6, "m": 60 * 10**6, "h": 3600 * 10**6}
+_DURATION_UNITS = {"us": 1, "ms": 10**3, "s": 10**6, "m": 60 * 10**6, "h": 3600 * 10**6, "d": 86400 * 10**6}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -38,7 +38,7 @@ def parse_duration(value: object) -> int:
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"{value!r} is not a duration of zero or more")
         return round(value * 10**6)
-    return _written(value, _DURATION_UNITS, "s", "a duration such as 50ms, 20s, 5m or a number of seconds")
+    return _written(value, _DURATION_UNITS, "s", "a duration such as 50ms, 20s, 5m, 7d or a number of seconds")
 
 
 def _written(value: object, units: dict[str, int], plain: str, wanted: str) -> int:

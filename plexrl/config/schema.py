@@ -2,6 +2,7 @@
 
 import os
 import re
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -11,6 +12,7 @@ from plexrl.config.quantities import Bytes, Microseconds
 
 Count = Annotated[int, Strict(), Field(gt=0)]
 Flag = Annotated[bool, Strict()]
+Stretch = Annotated[float, Strict(), Field(ge=1)]
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
@@ -41,7 +43,14 @@ def _user(value: object) -> object:
     return value
 
 
+def _part(value: float) -> float:
+    if 0 < value < 1e-6:
+        raise ValueError(f"{value} is neither zero nor 0.000001 or more")
+    return value
+
+
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+Part = Annotated[float, Strict(), Field(ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_part)]
 
 
 class Section(BaseModel):
@@ -95,11 +104,15 @@ class Model(Section):
 
 
 class Device(Section):
-    """The pool's GPUs. bytes: memory of each. cores (kind cpu): node name -> core of each GPU index."""
+    """The pool's GPUs. bytes: memory of each. cores (kind cpu): node name -> core of each GPU index.
+
+    roles: node name -> what may be placed on each GPU index; GPUs that are not named take everything.
+    """
 
     kind: Literal["cpu"] = "cpu"
     bytes: Bytes = 3 * 2**30
     cores: dict[str, tuple[Annotated[int, Strict(), Field(ge=0)], ...]] = {}
+    roles: dict[str, tuple[Literal["train", "sample", "any"], ...]] = {}
 
     @model_validator(mode="after")
     def _one_core_each(self) -> Self:
@@ -120,16 +133,51 @@ class Host(Section):
     bytes: Bytes = 6 * 2**30
 
 
-class SchedulerPolicy(Section):
-    """How the GPUs are shared. min_turn_factor: a turn lasts at least so many times its switch's cost."""
+class MaxStretch(Section):
+    """By class, the predicted slowdown beyond which nobody else is placed beside a job; `.inf` is no bound."""
 
-    placement: Literal["pack", "isolated"] = "pack"
-    order: Literal["fifo"] = "fifo"
+    interactive: Stretch = 2.0
+    normal: Stretch = 4.0
+    scavenger: Stretch = inf
+
+
+class SchedulerPolicy(Section):
+    """How the GPUs are shared; docs/scheduler.md explains each.
+
+    min_turn_factor: a turn lasts at least so many times its switch's cost. starvation: after so long a wait nobody who
+    came later goes first. half_life: of past use, for fair-share. interactive_switches_per_hour: turns of others that
+    interactive jobs may break off. gather_share: done share of a rollout after which its rest moves together; 1: never.
+    """
+
+    placement: Literal["isolated", "pack", "spread", "spread_backfill"] = "pack"
+    order: Literal["fifo", "round_robin", "hrrs", "fair"] = "hrrs"
     anticipation_us: Microseconds = Field(default=50_000, alias="anticipation")
     gradient_anticipation_us: Microseconds = Field(default=1_000_000, alias="gradient_anticipation")
     quantum_us: Annotated[Microseconds, Field(gt=0)] = Field(default=20_000_000, alias="quantum")
     min_turn_factor: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 3.0
+    starvation_us: Annotated[Microseconds, Field(gt=0)] = Field(default=300_000_000, alias="starvation")
+    half_life_us: Annotated[Microseconds, Field(gt=0)] = Field(default=7 * 86_400_000_000, alias="half_life")
+    max_stretch: MaxStretch = MaxStretch()
+    interactive_switches_per_hour: Annotated[int, Strict(), Field(ge=0)] = 60
+    gather_share: Annotated[float, Strict(), Field(gt=0, le=1)] = 0.8
+    backfill: Flag = True
+    prefetch: Flag = True
     paranoid: Flag = False
+
+
+class Share(Section):
+    """An account's part of the pool, and its users' parts of that. Who is not named has 1."""
+
+    shares: Part = 1.0
+    users: dict[str, Part] = {}
+
+
+class Standing(Section):
+    """How the jobs of an account rank. deadline: the longest that a call should wait before it begins."""
+
+    kind: Literal["interactive", "normal", "scavenger"] = Field(default="normal", alias="class")
+    priority: Annotated[int, Strict()] = 0
+    deadline_us: Annotated[Microseconds, Field(gt=0)] | None = Field(default=None, alias="deadline")
 
 
 class Limits(Section):
@@ -148,6 +196,7 @@ class PoolConfig(Section):
 
     state_dir: the pool's own directory (journal, checkpoints, keys), of the service account, mode 0700.
     service_user: the account that a site pool runs as. interface: the address that head and gloo bind.
+    shares, tenants: by Slurm account; who is not named has the defaults.
     """
 
     state_dir: AbsolutePath
@@ -156,6 +205,8 @@ class PoolConfig(Section):
     host: Host = Host()
     scheduler: SchedulerPolicy = SchedulerPolicy()
     limits: Limits = Limits()
+    shares: dict[str, Share] = {}
+    tenants: dict[str, Standing] = {}
     service_user: Annotated[str, AfterValidator(_user)] = "plexrl"
     munge_socket: AbsolutePath | None = None
     interface: Annotated[str, AfterValidator(_interface)] = "127.0.0.1"

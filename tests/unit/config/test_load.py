@@ -1,6 +1,7 @@
 """plexrl.yaml is read as written, and every fault names file, line, key and the mend."""
 
 import json
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ def test_defaults(write, folder):
     assert (model.train.gpus, model.sample.replicas, model.sample.kv_bytes) == (1, 1, 128 * 2**20)
     assert model.allows("anybody")
     assert config.scheduler.quantum_us == 20_000_000
+    assert (config.scheduler.order, config.scheduler.placement) == ("hrrs", "pack")
+    assert config.scheduler.max_stretch.scavenger == inf
+    assert (config.device.roles, config.shares, config.tenants) == ({}, {}, {})
     assert config.limits.sequence_gap_us == 330_000_000
     assert config.device.core("n1", 1) == 1
     assert config.munge_socket is None
@@ -50,8 +54,10 @@ def test_everything_written_out(write):
             SMALLEST
             + "    accounts: [ml, bio]\n    dtype: bfloat16\n    train: {gpus: 2}\n"
             + "    sample: {replicas: 2, kv_bytes: 64MiB}\n"
-            + "device: {bytes: 1.5GiB, cores: {n2: [1]}}\nhost: {bytes: 4096}\n"
-            + "scheduler: {placement: isolated, anticipation: 70ms, quantum: 0.5, min_turn_factor: 2}\n"
+            + "device: {bytes: 1.5GiB, cores: {n2: [1]}, roles: {n1: [train, any]}}\nhost: {bytes: 4096}\n"
+            + "scheduler:\n  {placement: isolated, anticipation: 70ms, quantum: 0.5, min_turn_factor: 2,\n"
+            + "   half_life: 2d, max_stretch: {normal: .inf, scavenger: 8}, gather_share: 1}\n"
+            + "shares: {ml: {shares: 2, users: {alice: 0}}}\ntenants: {bio: {class: interactive, deadline: 30s}}\n"
             + "munge_socket: /run/munge.socket\n"
         )
     )
@@ -59,6 +65,13 @@ def test_everything_written_out(write):
     assert model.accounts == ("ml", "bio") and model.allows("bio") and not model.allows("chem")
     assert (config.device.bytes, config.device.core("n2", 0), config.device.core("n1", 0)) == (3 * 2**29, 1, 0)
     assert (config.scheduler.anticipation_us, config.scheduler.quantum_us) == (70_000, 500_000)
+    assert config.scheduler.half_life_us == 2 * 86_400_000_000
+    stretch = config.scheduler.max_stretch
+    assert (stretch.interactive, stretch.normal, stretch.scavenger) == (2.0, inf, 8.0)
+    assert config.device.roles == {"n1": ("train", "any")}
+    assert (config.shares["ml"].shares, config.shares["ml"].users) == (2.0, {"alice": 0.0})
+    standing = config.tenants["bio"]
+    assert (standing.kind, standing.priority, standing.deadline_us) == ("interactive", 0, 30_000_000)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +93,24 @@ def test_everything_written_out(write):
         (SMALLEST + "limits:\n  session_timeout: soon\n", 6, "limits.session_timeout", "50ms"),
         (SMALLEST + "device: {cores: {n1: [0, 0]}}\n", 5, "device", "own core"),
         (SMALLEST + "scheduler: {paranoid: 'no'}\n", 5, "scheduler.paranoid", "true or false"),
+        (SMALLEST + "scheduler: {order: best}\n", 5, "scheduler.order", "'hrrs'"),
+        (SMALLEST + "scheduler: {gather_share: 1.5}\n", 5, "scheduler.gather_share", "1.0 or less"),
+        (SMALLEST + "scheduler:\n  max_stretch: {normal: 0.5}\n", 6, "scheduler.max_stretch.normal", "1.0 or more"),
+        (SMALLEST + "scheduler:\n  max_stretch:\n    norm: 2\n", 7, "scheduler.max_stretch.norm", "`normal`"),
+        (
+            SMALLEST + "scheduler: {interactive_switches_per_hour: many}\n",
+            5,
+            "scheduler.interactive_switches_per_hour",
+            "without quotes",
+        ),
+        (SMALLEST + "device:\n  roles: {n1: [gpu]}\n", 6, "device.roles.n1[0]", "'train', 'sample' or 'any'"),
+        (SMALLEST + "shares:\n  ml: {share: 1}\n", 6, "shares.ml.share", "Did you mean `shares`?"),
+        (SMALLEST + "shares:\n  ml: 2\n", 6, "shares.ml", "Indent its keys"),
+        (SMALLEST + "shares: {ml: {users: {alice: -1}}}\n", 5, "shares.ml.users.alice", "0.0 or more"),
+        (SMALLEST + "shares: {ml: {shares: 1.0e-9}}\n", 5, "shares.ml.shares", "0.000001"),
+        (SMALLEST + "tenants:\n  ml:\n    kind: normal\n", 7, "tenants.ml.kind", "class, priority, deadline"),
+        (SMALLEST + "tenants: {ml: {class: batch}}\n", 5, "tenants.ml.class", "'scavenger'"),
+        (SMALLEST + "tenants: {ml: {deadline: 0}}\n", 5, "tenants.ml.deadline", "above 0"),
         (SMALLEST + "state_dir: /again\n", 5, "state_dir", "lines 1 and 5"),
         (SMALLEST.replace("/var", "var"), 1, "state_dir", "absolute"),
         (SMALLEST.replace("state_dir: /var/lib/plexrl/lab\n", ""), 1, "state_dir", "Add `state_dir: ...`"),

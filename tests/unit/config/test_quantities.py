@@ -19,13 +19,14 @@ def test_bad_size(bad):
 
 
 @pytest.mark.parametrize(
-    ("text", "microseconds"), [("50ms", 50_000), ("20s", 20_000_000), ("5m", 300_000_000), (0.5, 500_000), ("0", 0)]
+    ("text", "microseconds"),
+    [("50ms", 50_000), ("20s", 20_000_000), ("5m", 300_000_000), (0.5, 500_000), ("0", 0), ("7d", 604_800_000_000)],
 )
 def test_duration(text, microseconds):
     assert parse_duration(text) == microseconds
 
 
-@pytest.mark.parametrize("bad", ["fast", "1d", -1, True, None, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", ["fast", "1w", -1, True, None, float("nan"), float("inf")])
 def test_bad_duration(bad):
     with pytest.raises(ValueError):
         parse_duration(bad)
