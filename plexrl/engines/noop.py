@@ -116,9 +116,14 @@ class NoopSampler:
     def detach(self, version: str) -> None:
         """Nothing to forget."""
 
-    def add(self, call_id: str, version: str | None, body: bytes) -> None:
+    def add(self, call_id: str, version: str | None, body: bytes, drawn: bytes = b"") -> None:
         """Keep the body for the next step."""
         self.calls[call_id] = body
+
+    def take(self, call_id: str) -> bytes:
+        """Nothing was drawn."""
+        del self.calls[call_id]
+        return b""
 
     def step(self) -> list[tuple[str, Result | UserError]]:
         """Answer all."""

@@ -126,8 +126,14 @@ class SampleEngine(Protocol):
     def detach(self, version: str) -> None:
         """Forget a version that no live call uses."""
 
-    def add(self, call_id: str, version: str | None, body: bytes) -> None:
-        """Take in a JSON asample request; version None is the base model. Raises UserError for what can never run."""
+    def add(self, call_id: str, version: str | None, body: bytes, drawn: bytes = b"") -> None:
+        """Take in a JSON asample request; version None is the base model. Raises UserError for what can never run.
+
+        drawn: what another replica's `take` gave; the request goes on from there, its prefix is computed again.
+        """
+
+    def take(self, call_id: str) -> bytes:
+        """What was drawn of a call and the state of its generators; the call is dropped. Raises KeyError."""
 
     def step(self) -> list[tuple[str, Result | UserError]]:
         """Prefill newcomers that fit, then draw one token for every live sequence; the calls that ended."""

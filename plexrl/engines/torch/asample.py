@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
@@ -65,6 +66,21 @@ class Sequence:
         """Whether the last token was the last one."""
         return self.stopped or len(self.tokens) >= self.request.params.max_tokens
 
+    @property
+    def prefix(self) -> np.ndarray:
+        """What its row must hold before the next token is drawn or decoded: the newest token's keys come with it."""
+        return np.concatenate([self.request.prompt, np.asarray(self.tokens[:-1], np.int64)])
+
+
+class Drawn(Struct, frozen=True):
+    """A sequence as another replica goes on with it. tokens, top's ids: int32; logprobs, top's values: float32."""
+
+    tokens: bytes
+    logprobs: bytes
+    top: tuple[tuple[bytes, bytes], ...]
+    stopped: bool
+    generator: bytes
+
 
 class Request:
     """A call: its prompt, its sequences, and what was computed once for all of them."""
@@ -86,6 +102,29 @@ class Request:
     def ended(self) -> bool:
         """Whether every sequence has ended."""
         return all(sequence.ended for sequence in self.sequences)
+
+    def pack(self) -> bytes:
+        """What was drawn so far, for another replica."""
+        sequences = [
+            Drawn(
+                tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
+                logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
+                top=tuple((i.astype("<i4").tobytes(), v.astype("<f4").tobytes()) for i, v in sequence.top),
+                stopped=sequence.stopped,
+                generator=sequence.generator.get_state().numpy().tobytes(),
+            )
+            for sequence in self.sequences
+        ]
+        return msgspec.msgpack.encode(sequences)
+
+    def unpack(self, drawn: bytes) -> None:
+        """Go on where another replica stopped; for a request of the same body that has drawn nothing."""
+        for sequence, found in zip(self.sequences, msgspec.msgpack.decode(drawn, type=list[Drawn]), strict=True):
+            sequence.tokens = np.frombuffer(found.tokens, "<i4").tolist()
+            sequence.logprobs = np.frombuffer(found.logprobs, "<f4").tolist()
+            sequence.top = [(np.frombuffer(i, "<i4"), np.frombuffer(v, "<f4")) for i, v in found.top]
+            sequence.stopped = found.stopped
+            sequence.generator.set_state(torch.frombuffer(bytearray(found.generator), dtype=torch.uint8))
 
     def answer(self) -> bytes:
         """The SampleResponse."""

@@ -54,6 +54,7 @@ class Sampler:
         self._versions = Versions(home, self._state)
         self._waiting: deque[Sequence] = deque()
         self._requests: dict[str, Request] = {}
+        self._left: list[Sequence] = []  # dropped while off the device; their rows are freed when it is back
         self._limits = Limits(
             vocabulary=home.vocabulary,
             max_context=spec.max_context,
@@ -80,7 +81,7 @@ class Sampler:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def add(self, call_id: str, version: str | None, body: bytes) -> None:
+    def add(self, call_id: str, version: str | None, body: bytes, drawn: bytes = b"") -> None:
         """See protocol.SampleEngine."""
         self._versions.check(version)
         if call_id in self._requests:
@@ -88,8 +89,16 @@ class Sampler:
         request = Request(call_id, version, asample.parse(body, self._limits))
         if request.params.stop_strings and self._tokenizer is None:
             self._tokenizer = _tokenizer(Path(self._spec.model_dir))
+        if drawn:
+            request.unpack(drawn)
         self._requests[call_id] = request
-        self._waiting.extend(request.sequences)
+        self._waiting.extend(sequence for sequence in request.sequences if not sequence.ended)
+
+    def take(self, call_id: str) -> bytes:
+        """See protocol.SampleEngine."""
+        request = self._requests[call_id]
+        self._forget(request)
+        return request.pack()
 
     def live(self) -> int:
         """See protocol.SampleEngine."""
@@ -107,9 +116,8 @@ class Sampler:
         if not self._on_device:
             raise PlexrlError("the sampler is not on its device", "Load it first")
         ended: list[tuple[str, Result | UserError]] = []
-        newcomers = self._admit()
-        if newcomers:
-            # The first token comes from the prompt's own logits.
+        # The first token comes from the prompt's own logits; who came from another replica has drawn it there.
+        if newcomers := [sequence for sequence in self._admit() if not sequence.tokens]:
             draw(torch.stack([s.request.first for s in newcomers]), newcomers)
             ended += self._settle(newcomers)
         groups: dict[str | None, list[Sequence]] = {}
@@ -135,7 +143,11 @@ class Sampler:
         """See protocol.SampleEngine. Adapters come in when they are used."""
         self._home.device.map(self._home.region)
         self._on_device = True
-        return self._state.load()
+        moved = self._state.load()
+        for sequence in self._left:
+            self._table.remove(sequence)
+        self._left.clear()
+        return moved
 
     def close(self) -> None:
         """See protocol.SampleEngine."""
@@ -154,12 +166,13 @@ class Sampler:
             if not self._table.fits(request.need) or (self._table.rows and not self._versions.joins(request.version)):
                 break
             sibling = next((s for s in self._table.rows if s.request is request), None)
-            if sibling is None and budget < len(request.prompt) and budget < PREFILL_TOKENS:
+            reads = len(sequence.prefix) if sibling is None or sequence.tokens else 0
+            if reads and budget < reads and budget < PREFILL_TOKENS:
                 break
             self._waiting.popleft()
             self._table.add(sequence, request.need)
-            if sibling is None:
-                budget -= len(request.prompt)
+            if reads:
+                budget -= reads
                 self._prefill(sequence)
             else:
                 self._table.replicate(sibling, sequence, len(request.prompt))
@@ -167,19 +180,19 @@ class Sampler:
         return admitted
 
     def _prefill(self, sequence: Sequence) -> None:
-        """Read the prompt into the sequence's row; keep what all samples of the request need of it."""
+        """Read prompt and prefix into the sequence's row; keep what all samples of the request need of the prompt."""
         start = time.process_time_ns()
         request = sequence.request
         self._versions.wire(request.version)
-        prompt = torch.from_numpy(request.prompt)
+        prefix, prompt = torch.from_numpy(sequence.prefix), torch.from_numpy(request.prompt)
         cache = Prompt(self._table, sequence.row)
         hidden = self._backbone(
-            input_ids=prompt[None],
-            position_ids=torch.arange(len(prompt))[None],
+            input_ids=prefix[None],
+            position_ids=torch.arange(len(prefix))[None],
             past_key_values=cache,
             use_cache=True,
-        ).last_hidden_state[0]
-        sequence.cached = len(prompt)
+        ).last_hidden_state[0, : len(prompt)]
+        sequence.cached = len(prefix)
         asked, model_head = request.asked, head(self._home.model)
         if request.first is None:
             request.first = model_head(hidden[-1:])[0].float()
@@ -250,9 +263,12 @@ class Sampler:
         return any(stop in text for stop in params.stop_strings)
 
     def _forget(self, request: Request) -> None:
-        for sequence in request.sequences:
-            if sequence.row is not None:
+        rows = [sequence for sequence in request.sequences if sequence.row is not None]
+        if self._on_device:
+            for sequence in rows:
                 self._table.remove(sequence)
+        else:  # what lies there now is another's
+            self._left += rows
         self._waiting = deque(s for s in self._waiting if s.request is not request)
         self._requests.pop(request.call_id, None)
 

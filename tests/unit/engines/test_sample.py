@@ -246,6 +246,61 @@ def test_offload_parks_live_sequences(node: Node, models: dict[str, str]) -> Non
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("leave", [False, True], ids=["on-device", "off-device"])
+def test_taken_calls_go_on_in_another_replica(models: dict[str, str], leave: bool) -> None:
+    """Nothing is drawn twice, the same numbers are drawn next, and logprobs stay those of the draw."""
+    model = AutoModelForCausalLM.from_pretrained(models["tied"])
+    asked = prompts(5, seed=4)
+
+    bodies = {
+        str(index): ask(prompt, 3, max_tokens=4 + 5 * index, seed=index, prompt_logprobs=True, topk_sample_logprobs=2)
+        for index, prompt in enumerate(asked)
+    }
+    unmoved = sampler(Node(), models["tied"])
+    old, new = (sampler(Node(), models["tied"], max_batch=8) for _ in range(2))
+    for name, body in bodies.items():
+        unmoved.add(name, None, body)
+        old.add(name, None, body)  # more than fit a batch: some have not begun when they are taken
+    want = drain(unmoved)
+    found: dict[str, object] = {}
+    for _ in range(3):
+        found |= {call: pb.SampleResponse.FromString(result.body) for call, result in old.step()}
+    if leave:
+        old.offload()
+    for name, body in bodies.items():
+        if name not in found:
+            new.add(name, None, body, old.take(name))
+    assert not old.live()
+    found |= drain(new)
+    for index, prompt in enumerate(asked):
+        for sequence, same in zip(found[str(index)].sequences, want[str(index)].sequences, strict=True):
+            assert tokens(sequence) == tokens(same)
+            np.testing.assert_allclose(draws(sequence), forced(model, prompt, tokens(sequence)), atol=BOUND)
+    table, same = (set_["1"].sequences[0].topk_sampled_logprobs for set_ in (found, want))
+    assert table.token_ids == same.token_ids
+    once = np.frombuffer(found["1"].prompt_logprobs, "<f4")
+    np.testing.assert_allclose(once, np.frombuffer(want["1"].prompt_logprobs, "<f4"), atol=BOUND)
+
+
+def test_a_call_cancelled_off_the_device_touches_nothing_there(models: dict[str, str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models["tied"])
+    engine = sampler(Node(), models["tied"])
+    asked = prompts(3, seed=5)
+    for index, prompt in enumerate(asked):
+        engine.add(str(index), None, ask(prompt, 2, max_tokens=9))
+    engine.step()
+    engine.offload()
+    others = engine._home.region.buffer.random_(generator=torch.Generator().manual_seed(1)).clone()
+    engine.cancel("0")
+    assert torch.equal(engine._home.region.buffer, others)
+    engine.load_device()
+    found = drain(engine)
+    assert found.keys() == {"1", "2"}
+    for name, response in found.items():
+        for sequence in response.sequences:
+            np.testing.assert_allclose(draws(sequence), forced(model, asked[int(name)], tokens(sequence)), atol=BOUND)
+
+
 def test_what_can_never_run_is_refused(node: Node, models: dict[str, str]) -> None:
     engine = sampler(node, models["tied"], max_context=64, kv_bytes=1 << 14)
     room = engine._table.tokens
