@@ -24,8 +24,10 @@ from plexrl.scheduler import (
     Turn,
 )
 from plexrl.scheduler.costs import SwitchModel
-from plexrl.sim.engine import Engine, SampleTask, TrainTask
+from plexrl.sim.engine import Engine
+from plexrl.sim.held import Held
 from plexrl.sim.result import Bar, TurnMark
+from plexrl.sim.tasks import SampleTask, TrainTask
 from plexrl.types import Call, Placement, PlexrlError, SpanClass
 
 _ENDLESS = 10_000  # ticks at one instant before we say that the scheduler does not come to rest
@@ -52,13 +54,14 @@ class VirtualCluster:
         self.switches = self.prefetches = self.builds = self.pauses = self.gathers = self.relocations = 0
         self.hidden_us = 0
         self.train_busy_us = 0
-        self._held = _Held()
-        self._train_held = _Held()
+        self._held = Held()
+        self._train_held = Held()
         self.timeline: list[Bar] = []
         self.marks: list[TurnMark] = []
         self._keep = keep_timeline
         self._heap: list[tuple[int, int, Callable[[Any], None], Any]] = []
         self._number = 0
+        self._ticked = (0, 0)  # when, and how often then
         self._does: dict[type, Callable[[Any], None]] = {
             Closed: self._close,
             Run: self._run,
@@ -92,21 +95,20 @@ class VirtualCluster:
             self.now, _, what, about = heappop(self._heap)
             what(about)
         elif wake is not None:
-            self._rest(wake)
             if wake > self.now:
                 self.now = wake
+            self._rest()
             self.events += 1
             self.do(self.scheduler.tick(self.now))
         else:
             return False
         return True
 
-    _ticks = 0
-
-    def _rest(self, wake: int) -> None:
+    def _rest(self) -> None:
         """Raises PlexrlError when the scheduler wants to be called again and again without time passing."""
-        self._ticks = self._ticks + 1 if wake <= self.now else 0
-        if self._ticks > _ENDLESS:
+        at, ticks = self._ticked
+        self._ticked = self.now, ticks + 1 if at == self.now else 0
+        if ticks > _ENDLESS:
             raise PlexrlError(f"the scheduler asked for {_ENDLESS} ticks at {self.now} us", "This is a fault of it")
 
     # ---- engines come and go
@@ -300,30 +302,6 @@ class VirtualCluster:
         # The slowest is the one that most leaves from, of those that take something in or of the others.
         both = max((out.get(gpu, 0) for gpu in engine.gpus), default=0) if engine else 0
         return max(switch.switch_us(bytes_in, both), switch.switch_us(0, max(out.values())))
-
-
-class _Held:
-    """GPU time in which a GPU had at least one taker."""
-
-    __slots__ = ("_count", "_since", "total_us")
-
-    def __init__(self) -> None:
-        self._count: dict[str, int] = {}
-        self._since: dict[str, int] = {}
-        self.total_us = 0
-
-    def take(self, gpus: Iterable[str], now: int) -> None:
-        for gpu in gpus:
-            count = self._count.get(gpu, 0)
-            if not count:
-                self._since[gpu] = now
-            self._count[gpu] = count + 1
-
-    def give(self, gpus: Iterable[str], now: int) -> None:
-        for gpu in gpus:
-            self._count[gpu] -= 1
-            if not self._count[gpu]:
-                self.total_us += now - self._since[gpu]
 
 
 def _ignore(action: Action) -> None:

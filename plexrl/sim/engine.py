@@ -8,12 +8,13 @@ No event per token: between two joins or ends the rate is constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plexrl.scheduler.costs import ServiceModel
+from plexrl.sim.tasks import SampleTask, TrainTask
 from plexrl.types import CallKind
 
 if TYPE_CHECKING:
@@ -23,78 +24,6 @@ MICRO_US = 500_000  # ours: a forward_backward can stop between micro-batches, s
 GRADIENTS = 4  # live gradients add a quarter to a trainer's state: 4 bytes per parameter on 16 (traps B17)
 ADAPTER_SHARE = 0.01  # ours: of a base's bytes, a LoRA adapter with its optimizer state
 _TINY = 1e-6  # of a token: float error, nothing else
-
-
-class SampleTask:
-    """A sample call: what is left of it, wherever it is. tokens, left: decode steps. done: told when it ended.
-
-    prompt: tokens to prefill unless the cache has them. cache: (engine, its loads) in which its prefix lies. version:
-    of the weights of `deployment`. about: the job's own business.
-    """
-
-    __slots__ = (
-        "about",
-        "batch",
-        "cache",
-        "call",
-        "deployment",
-        "done",
-        "end",
-        "left",
-        "prompt",
-        "tokens",
-        "units",
-        "version",
-    )
-
-    def __init__(
-        self,
-        call: str,
-        done: Callable[[SampleTask], None],
-        *,
-        deployment: str,
-        prompt: int,
-        tokens: float,
-        batch: int,
-        units: int,
-        version: int,
-        about: Any,
-        cache: tuple[SampleEngine, int] | None,
-    ) -> None:
-        self.call = call
-        self.done = done
-        self.deployment = deployment
-        self.prompt = prompt
-        self.tokens = self.left = tokens
-        self.batch = batch
-        self.units = units
-        self.version = version
-        self.about = about
-        self.cache = cache
-        self.end = 0.0
-
-    def prefill(self, engine: SampleEngine) -> float:
-        """Tokens to compute before it can decode: the prompts, and what was drawn where no cache has it."""
-        if self.cache == (engine, engine.loads):
-            return 0.0
-        return self.prompt + self.units * (1 - self.left / self.tokens)
-
-
-class TrainTask:
-    """A training call: left_us of work on its gang. done: told when it ended."""
-
-    __slots__ = ("about", "call", "done", "end_us", "kind", "left_us", "start_us", "units")
-
-    def __init__(
-        self, call: str, done: Callable[[TrainTask], None], *, kind: CallKind, work_us: int, units: int, about: int
-    ) -> None:
-        self.call = call
-        self.done = done
-        self.kind = kind
-        self.left_us = work_us
-        self.units = units
-        self.about = about
-        self.start_us = self.end_us = 0
 
 
 class Engine:
@@ -297,7 +226,7 @@ class TrainEngine(Engine):
         now = self.cluster.now
         if task.kind is not CallKind.FORWARD_BACKWARD:
             return task.end_us - now
-        return min(-(now - task.start_us) % MICRO_US, task.end_us - now)
+        return min(MICRO_US - (now - task.start_us) % MICRO_US, task.end_us - now)
 
     def pause(self) -> tuple[str, ...]:
         """Stop; what is unfinished, with its progress kept."""

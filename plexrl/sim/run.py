@@ -12,7 +12,8 @@ from plexrl.sim.alone import Alone, alone, anonymous, least_us, least_wall_us
 from plexrl.sim.cluster import VirtualCluster
 from plexrl.sim.draws import draw
 from plexrl.sim.engine import ADAPTER_SHARE, Engine, SampleEngine, TrainEngine
-from plexrl.sim.program import Loop, Program, Replay
+from plexrl.sim.program import Loop, Program
+from plexrl.sim.recorded import Recording
 from plexrl.sim.result import JobResult, Result
 from plexrl.sim.workload import Cluster, JobPlan, Workload
 from plexrl.types import BadInput, DoesNotFit, GpuRole, PlexrlError, Tenant
@@ -165,7 +166,7 @@ class _Simulation:
     def _arrive(self, plan: JobPlan) -> None:
         cluster, scheduler = self._cluster, self._scheduler
         if plan.recorded is not None:
-            program: Program = Replay(cluster, plan, self._ended)
+            program: Program = Recording(cluster, plan, self._ended)
         else:
             program = Loop(cluster, plan, self._workload.seed, self._ended)
         duty: tuple[float | None, float | None] = (None, None)
