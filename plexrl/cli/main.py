@@ -16,6 +16,7 @@ USERS, ADMINS, EVERYBODY = "Users", "Administrators", "Trying it out"
 # name -> (help panel, one line for `plexrl --help`); module plexrl.cli.<name> holds its `app`
 GROUPS = {
     "attach": (USERS, "Run a command as a logical job of a pool of your own, without Slurm."),
+    "explain": (USERS, "Why a job waits, and what for."),
     "report": (USERS, "GPU hours charged, what dedicated runs would have held, and the difference."),
     "pool": (ADMINS, "Declare, start, watch, drain and stop pools."),
     "trace": (ADMINS, "Write what a pool recorded as a workload for plexrl simulate."),

@@ -13,6 +13,7 @@ from plexrl.types import (
     Cancel,
     CapabilitiesList,
     Done,
+    Explained,
     Failed,
     FinishSession,
     Heartbeat,
@@ -150,6 +151,10 @@ def _capabilities(command: AnyCommand, answer: CapabilitiesList) -> HttpResponse
     return json_response({"supported_models": listed})
 
 
+def _explained(command: AnyCommand, answer: Explained) -> HttpResponse:
+    return json_response({"job": answer.job, "explained": answer.text})
+
+
 _RENDERERS: dict[type, Callable[[Any, Any], HttpResponse]] = {
     SessionOpened: _session_opened,
     Promise: _promise,
@@ -162,4 +167,5 @@ _RENDERERS: dict[type, Callable[[Any, Any], HttpResponse]] = {
     Pending: _pending,
     Ok: _ok,
     CapabilitiesList: _capabilities,
+    Explained: _explained,
 }

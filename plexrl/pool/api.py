@@ -7,6 +7,7 @@ session, seq) for samples, (session, seq) for creations, the idempotency header 
 import asyncio
 import json
 import logging
+import re
 import secrets
 from pathlib import Path
 
@@ -22,6 +23,7 @@ log = logging.getLogger("plexrl.head")
 HOLD_S = 25.0
 PATH = "tinker://"
 _UNLOAD = ":unload"
+_JOB = re.compile(r"\bjob ([0-9]+\.[0-9]+)")
 
 
 class Api:
@@ -430,7 +432,7 @@ class Api:
         if entry is None or entry.job != peer.job:
             raise ApiError(410, f"there is no request {command.request_id!r} of this job", "Submit it again")
         if not await self._core.wait(entry, HOLD_S):
-            return commands.Pending(reason=self._why(entry))
+            return commands.Pending(reason=self._why(peer, entry))
         ended = entry.ended
         assert ended is not None
         if not entry.delivered:
@@ -439,8 +441,20 @@ class Api:
             return commands.Failed(error=ended.error, category="user" if ended.category == "user" else "server")
         return commands.Done(content_type=ended.content_type, body=ended.body, headers=ended.headers)
 
-    def _why(self, entry: Entry) -> str:
-        return self._core.scheduler.explain(entry.id) if entry.accepted is not None else ""
+    def _why(self, peer: Peer, entry: Entry) -> str:
+        return self._told(peer, entry.id) if entry.accepted is not None else ""
+
+    async def _explain(self, peer: Peer, command: commands.Explain) -> commands.Explained:
+        return commands.Explained(job=peer.job, text=self._told(peer, peer.job))
+
+    def _told(self, peer: Peer, name: str) -> str:
+        """What a job or call waits for, without the names of other users' jobs."""
+
+        def veil(found: re.Match) -> str:
+            job = self._book.jobs.get(found[1])
+            return found[0] if job is not None and job.attached.uid == peer.uid else "another user's job"
+
+        return _JOB.sub(veil, self._core.scheduler.explain(name))
 
     async def _cancel(self, peer: Peer, command: commands.Cancel) -> commands.Ok:
         entry = self._book.entries.get(command.request_id)

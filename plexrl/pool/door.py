@@ -64,6 +64,7 @@ class Door:
         self._greeting: set[str] = set()
         self._requests: Counter[str] = Counter()
         self._server: Server
+        self.on_attached: Callable[[records.JobAttached], None] = lambda attached: None
         self.on_bye: Callable[[Peer], None] = lambda peer: None
 
     def open(self, context: zmq.Context, address: str, keys: Keys) -> str:
@@ -132,16 +133,16 @@ class Door:
         finally:
             self._greeting.discard(key)
         if known is None:
-            await core.commit(
-                records.JobAttached(
-                    now_us=core.now_us(),
-                    job=peer.job,
-                    slurm_job=hello.job,
-                    uid=peer.uid,
-                    user=peer.user,
-                    account=peer.account,
-                )
+            attached = records.JobAttached(
+                now_us=core.now_us(),
+                job=peer.job,
+                slurm_job=hello.job,
+                uid=peer.uid,
+                user=peer.user,
+                account=peer.account,
             )
+            await core.commit(attached)
+            self.on_attached(attached)
         self._peers[key] = peer
         welcome = messages.Welcome(peer.user, peer.account, core.config.limits.body_bytes)
         self._server.send(identity, messages.encode(welcome))

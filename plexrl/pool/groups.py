@@ -10,6 +10,7 @@ from plexrl.pool import messages as m
 from plexrl.pool.book import Group, Model, Version
 from plexrl.pool.core import Core
 from plexrl.pool.links import OrderFailed
+from plexrl.pool.profiles import Profiles
 from plexrl.types import BadInput, Gang, GroupSpec, PlexrlError, Role, Slab, Unavailable, records
 
 log = logging.getLogger("plexrl.head")
@@ -25,8 +26,9 @@ def node_of(gpu: str) -> str:
 class Groups:
     """The worker groups of a pool and what is on them."""
 
-    def __init__(self, core: Core):
+    def __init__(self, core: Core, profiles: Profiles):
         self._core = core
+        self._profiles = profiles
         self._built: dict[str, asyncio.Future] = {}
         self._builds: dict[str, str] = {}  # gang -> which life of it is ours
         self.hosts: dict[str, m.HostHello] = {}
@@ -65,6 +67,8 @@ class Groups:
             gang_size=config.train.gpus if role is Role.TRAIN else 1,
             replicas=1 if role is Role.TRAIN else config.sample.replicas,
             device_bytes=sizes.device_bytes,
+            host_bytes=self._host_bytes(config, role, kind),
+            duty=self._profiles.duty(self._profiles.key(base, role, kind, owner)),
         )
         placement = core.scheduler.place(core.now_us(), spec)
         core.commit(
@@ -94,6 +98,22 @@ class Groups:
             config.sample.kv_bytes,
             config.micro_batch_tokens,
         )
+
+    def _host_bytes(self, config: ModelConfig, role: Role, kind: str) -> int:
+        """What the group's arena must have for it alone; adapters and versions come with slabs of their own."""
+        if role is Role.SAMPLE:
+            return self._sizes(config, role, kind).park_bytes
+        if kind == "lora":
+            return 0
+        return self._state_bytes(config, kind, None, True, True, True)
+
+    def _state_bytes(
+        self, config: ModelConfig, kind: str, rank: int | None, attn: bool, mlp: bool, unembed: bool
+    ) -> int:
+        """A deployment's host slab."""
+        if config.engine == "noop":
+            return noop.BYTES
+        return sizing.state_bytes(config.path, config.dtype, kind, rank, attn, mlp, unembed)
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -239,6 +259,7 @@ class Groups:
         group = core.book.groups[group_id]
         if group.ended:
             return False
+        self._profiles.end(group_id)
         await core.commit(records.GroupEnded(now_us=core.now_us(), group=group_id, reason=reason))
         gangs = group.placed.placement.gangs
         await asyncio.gather(*(self.kill(gang.id) for gang in gangs))
@@ -255,11 +276,7 @@ class Groups:
         (gang,) = self.gangs(created.group)
         kind = core.book.groups[created.group].placed.kind
         config = core.config.models[created.base]
-        size = noop.BYTES
-        if config.engine != "noop":
-            size = sizing.state_bytes(
-                config.path, config.dtype, kind, created.lora_rank, created.attn, created.mlp, created.unembed
-            )
+        size = self._state_bytes(config, kind, created.lora_rank, created.attn, created.mlp, created.unembed)
         slabs = [
             await self._allocate(node_of(gpu), f"state:{model.id}:{rank}", size, created.uid)
             for rank, gpu in enumerate(gang.gpus)

@@ -29,10 +29,11 @@ from plexrl.pool.harden import harden
 from plexrl.pool.journal import Journal, epochs, replay
 from plexrl.pool.layout import Layout
 from plexrl.pool.links import Links
-from plexrl.pool.status import write_status
+from plexrl.pool.profiles import Profiles
+from plexrl.pool.rules import scheduler_of, set_shares
+from plexrl.pool.status import Status
 from plexrl.pool.turns import Turns
-from plexrl.scheduler import Policy, Scheduler
-from plexrl.types import BadInput, Epoch, Gang, Peer, PlexrlError, Unavailable, records
+from plexrl.types import BadInput, Epoch, Gang, Peer, PlexrlError, Span, Unavailable, records
 from plexrl.wire.keys import Keys
 from plexrl.wire.registry import Live, Registry
 
@@ -45,6 +46,7 @@ _CHECK_S = 5.0
 _SPANS_S = 10
 _PUBLISH_S = 60
 _DRAIN_S = 15.0
+_HOUR_US = 3_600_000_000
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,12 +84,14 @@ class Head:
         self._admit_jobs = admit_jobs or (lambda up: None)
         self._layout = Layout(config.state_dir)
         self._core = Core(config, Book(), self._layout, ledger)
-        self._groups = Groups(self._core)
+        self._profiles = Profiles(self._core)
+        self._groups = Groups(self._core, self._profiles)
         self._turns = Turns(self._core, self._groups)
         self._deployments = Deployments(self._core, self._groups, self._turns)
         self._api = Api(self._core, self._groups, self._turns, self._deployments)
         self._make_admission = admission
         self._gateway = gateway
+        self._used: dict[tuple[int, str, str], int] = {}
         self._agents: dict[str, m.AgentHello] = {}
         self._arrived = asyncio.Event()
         self._paused: dict[str, asyncio.Future] = {}
@@ -138,10 +142,22 @@ class Head:
         book = self._core.book
         for record in replay(self._layout.journal):
             book.apply(record)
+            if isinstance(record, records.SpanClosed):
+                self._recall(record.span)
         for session in book.sessions.values():
             session.beat_us = self._core.now_us()
         started = book.started
         return started is not None and not book.orderly_end and started.slurm_job == self._allocation.slurm_job
+
+    def _recall(self, span: Span) -> None:
+        """Add up what users had of the pool's GPUs in each hour, as the scheduler charged it."""
+        weight = sum(share for _, share in span.shares)
+        for name, share in span.shares:
+            job = self._core.book.jobs.get(name)
+            if job is not None:
+                key = (span.end_us - span.end_us % _HOUR_US, job.attached.account, job.attached.user)
+                used_us = (span.end_us - span.start_us) * share // weight
+                self._used[key] = self._used.get(key, 0) + used_us
 
     async def _open(self, context: zmq.Context, adopt: bool) -> None:
         core = self._core
@@ -158,6 +174,7 @@ class Head:
         )
         self._admission = self._make_admission(instance)
         self._door = Door(core, self._api, self._gateway, self._admission, self._name)
+        self._door.on_attached = self._turns.enroll
         self._door.on_bye = self._bye
         private = self._registry.declared(self._name).kind == "private"
         address = f"ipc://{self._layout.run}/door.sock" if private else f"tcp://{self._config.interface}:0"
@@ -222,21 +239,10 @@ class Head:
     async def _take_up(self, adopt: bool) -> None:
         """Make the scheduler, take up or give up what the book knows, and let what came early be heard."""
         core, book = self._core, self._core.book
-        policy = self._config.scheduler
-        core.scheduler = Scheduler(
-            dict.fromkeys(self._gpus(), self._config.device.bytes),
-            Policy(
-                placement=policy.placement,
-                order=policy.order,
-                anticipation_us=policy.anticipation_us,
-                gradient_anticipation_us=policy.gradient_anticipation_us,
-                quantum_us=policy.quantum_us,
-                min_turn_factor=policy.min_turn_factor,
-                paranoid=policy.paranoid,
-            ),
-        )
+        core.scheduler = scheduler_of(self._config, self._gpus())
         begun = book.last_span_us if adopt else self._allocation.allocated_us
         core.scheduler.start(min(begun or core.now_us(), core.now_us()))
+        self._acquaint()
         await self._written(
             records.EpochStarted(
                 now_us=core.now_us(),
@@ -255,6 +261,17 @@ class Head:
         early, self._early = self._early or [], None
         for name, message in early:
             self._receive(name, message)
+
+    def _acquaint(self) -> None:
+        """Tell the scheduler who its users are: their shares, what they have used by the journal, their jobs."""
+        core = self._core
+        set_shares(self._config, core.scheduler, core.now_us())
+        for (end_us, account, user), used_us in sorted(self._used.items()):
+            core.scheduler.shares.charge(end_us, account, user, used_us)
+        self._used.clear()
+        for job in core.book.jobs.values():
+            if not job.ended:
+                self._turns.enroll(job.attached)
 
     def _give_up(self) -> None:
         """The allocation is another one: what was on its GPUs is gone."""
@@ -422,6 +439,7 @@ class Head:
     async def _end_job(self, job: str, reason: str) -> None:
         self._door.dismiss(job)
         await self._deployments.end_job(job, reason)
+        self._turns.dismiss(job)
 
     async def _watch(self) -> None:
         """Jobs that ended, sessions that fell silent, gaps that never closed."""
@@ -453,15 +471,18 @@ class Head:
         ]
 
     async def _account(self) -> None:
-        """Status each second, spans every ten, reports each minute."""
+        """Status and decisions each second, spans every ten, profiles and reports each minute."""
         turn = 0
+        status = Status(self._layout, self._core, self._profiles)
         while True:
-            write_status(self._layout, self._core, self._live.state)
+            status.write(self._live.state)
+            self._turns.decisions.write(self._layout.run / "decisions.jsonl")
             await asyncio.sleep(1.0)
             turn += 1
             if turn % _SPANS_S == 0:
                 self._turns.perform(self._core.scheduler.spans(self._core.now_us()))
             if turn % _PUBLISH_S == 0:
+                self._profiles.save()
                 await asyncio.to_thread(self._publish, self._core.now_us())
 
     def _disk_failed(self, error: OSError) -> None:
@@ -502,6 +523,7 @@ class Head:
             await self._written(records.EpochEnded(now_us=core.now_us(), reason="stopped"))
             for node in self._agents:
                 core.links.send(f"agent:{node}", m.Shutdown())
+            self._profiles.save()
             self._publish(core.now_us())
             self._layout.clear()
         await asyncio.sleep(0.3)

@@ -164,7 +164,10 @@ class Paused(Message):
 
 
 class Order(Message):
-    """Order to an engine host: create, drop, attach, detach, offload or load. Value: what was moved."""
+    """Order to an engine host: create, drop, attach, detach, take, offload or load.
+
+    Value: what was moved; of take, what was drawn of each call.
+    """
 
     id: int
     verb: str

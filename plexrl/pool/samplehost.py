@@ -38,14 +38,21 @@ class SampleHost:
             if work.id in self.outcomes:
                 given.append(self.outcomes[work.id])
             elif work.id not in self._live:
+                drawn = work.args.get("drawn") or {"state": b"", "cpu_us": 0.0, "wall_us": 0.0}
                 try:
-                    self._engine.add(work.id, work.args["version"] or None, work.body)
+                    self._engine.add(work.id, work.args["version"] or None, work.body, drawn["state"])
                 except PlexrlError as error:
                     given.append(self._end(work.id, error=error))
                 else:
-                    self._live[work.id] = time.monotonic()
-                    self._cpu_us[work.id] = 0.0
+                    self._live[work.id] = time.monotonic() - drawn["wall_us"] / 1e6
+                    self._cpu_us[work.id] = drawn["cpu_us"]
         return given
+
+    def _take(self, call: str) -> dict[str, object]:
+        """Give up a call with what it has drawn, for another replica to go on with."""
+        state = self._engine.take(call)
+        wall_us = (time.monotonic() - self._live.pop(call)) * 1e6
+        return {"state": state, "cpu_us": self._cpu_us.pop(call), "wall_us": wall_us}
 
     def pause(self) -> tuple[str, ...]:
         """Stop here: this is between two tokens."""
@@ -60,7 +67,7 @@ class SampleHost:
         return []
 
     def order(self, verb: str, args: dict) -> dict[str, object]:
-        """attach, detach, offload or load. Raises PlexrlError."""
+        """attach, detach, take, offload or load. Raises PlexrlError."""
         match verb:
             case "attach":
                 slab = args["slabs"].get(self._node)
@@ -78,6 +85,8 @@ class SampleHost:
             case "detach":
                 self._engine.detach(args["version"])
                 self.versions.discard(args["version"])
+            case "take":
+                return {"drawn": {call: self._take(call) for call in args["calls"] if call in self._live}}
             case "offload":
                 return {"moved": [self._engine.offload()]}
             case "load":

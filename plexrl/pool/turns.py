@@ -14,9 +14,11 @@ import msgspec
 
 from plexrl.pool import messages as m
 from plexrl.pool.core import Core, category_of
+from plexrl.pool.decisions import Decisions
 from plexrl.pool.groups import Groups
 from plexrl.pool.layout import meta_of
-from plexrl.scheduler import Action, Build, Closed, Dropped, Pause, Run, Switch, Turn
+from plexrl.pool.rules import tenant_of
+from plexrl.scheduler import Action, Build, Closed, Dropped, Gather, Pause, Prefetch, Run, Switch, Turn
 from plexrl.scheduler.turn import Phase
 from plexrl.types import Call, CallKind, Moved, PlexrlError, Unavailable, records
 
@@ -31,7 +33,10 @@ class Turns:
     def __init__(self, core: Core, groups: Groups):
         self._core = core
         self._groups = groups
+        self.decisions = Decisions()
         self._mail: dict[str, asyncio.Queue] = {}
+        self._taking: dict[str, asyncio.Future] = {}  # samples on their way from one replica to another
+        self._drawn: dict[str, object] = {}  # what was drawn of samples that have changed their replica
         self._tries: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -60,6 +65,7 @@ class Turns:
         # Also of a call that was ended early: the gang is free for the next one only now.
         self.perform(core.scheduler.finished(core.now_us(), outcome.id, outcome.units))
         self._tries.pop(outcome.id, None)
+        self._drawn.pop(outcome.id, None)
         entry = core.book.entries.get(outcome.id)
         if entry is None or entry.accepted is None:
             acknowledge()
@@ -119,12 +125,24 @@ class Turns:
         """End a call early, wherever it is."""
         core = self._core
         core.fail(call.id, why, category)
+        self._drawn.pop(call.id, None)
         for gang in core.book.groups[call.group].placed.placement.gangs:
             core.links.send(f"gang:{gang.id}", m.Cancel(call=call.id))
         self.perform(core.scheduler.cancel(core.now_us(), call.id))
         if call.kind is CallKind.SAMPLE:
             # The replica drops a sample at once and says no more of it; a training call goes to its end.
             self.perform(core.scheduler.finished(core.now_us(), call.id, 0))
+
+    def enroll(self, attached: records.JobAttached) -> None:
+        """A job was admitted."""
+        core = self._core
+        self.perform(core.scheduler.enroll(core.now_us(), tenant_of(core.config, attached)))
+
+    def dismiss(self, job: str) -> None:
+        """A job is over, and so are its groups. Its last intervals are closed first, while it is known whose it was."""
+        core = self._core
+        self.perform(core.scheduler.spans(core.now_us()))
+        self.perform(core.scheduler.dismiss(core.now_us(), job))
 
     def remove(self, group_id: str) -> None:
         """A group was retired."""
@@ -202,8 +220,10 @@ class Turns:
                     core.commit(records.SpanClosed(now_us=core.now_us(), span=action.span), durable=False)
                 case Build():
                     self._post(action.gang, lambda a=action: self._build(a))
-                case Switch():
+                case Switch() | Prefetch():
                     self._post(action.gang, lambda a=action: self._switch(a))
+                case Gather():
+                    self._gather(action)
                 case Run():
                     self._post(action.gang, lambda a=action: self._run(a))
                 case Pause():
@@ -211,7 +231,7 @@ class Turns:
                 case Dropped():
                     dropped += action.calls
                 case Turn():
-                    log.debug("turn of %s %s: %s", action.gang, "ended" if action.ended else "began", action.reason)
+                    self.decisions.add(core.now_us(), action, core.scheduler)
         # Last, because a call that is submitted again brings actions of its own.
         for call in dropped:
             self._dropped(call)
@@ -264,8 +284,10 @@ class Turns:
         self.perform(core.scheduler.built(core.now_us(), action.gang, evicted))
         self.on_built(action.gang)
 
-    async def _switch(self, action: Switch) -> None:
+    async def _switch(self, action: Switch | Prefetch) -> None:
+        """Also beside another gang's turn: to engine hosts it is the same."""
         core = self._core
+        answer = core.scheduler.switched if isinstance(action, Switch) else core.scheduler.prefetched
         evicted: list[str] = []
         moved: dict[str, Moved] = {}
         try:
@@ -274,10 +296,10 @@ class Turns:
         except PlexrlError as error:
             log.error("%s was not switched in: %s", action.gang, error)
             await self._groups.kill(action.gang)
-            self.perform(core.scheduler.switched(core.now_us(), action.gang, False, moved, evicted))
+            self.perform(answer(core.now_us(), action.gang, False, moved, evicted))
             self.on_lost(action.gang, str(error))
             return
-        self.perform(core.scheduler.switched(core.now_us(), action.gang, True, moved, evicted))
+        self.perform(answer(core.now_us(), action.gang, True, moved, evicted))
 
     async def _offload(self, victims: tuple[str, ...], evicted: list[str]) -> None:
         for result, victim in zip(
@@ -305,6 +327,27 @@ class Turns:
             record = records.Switched(now_us=core.now_us(), gang=gang_id, gpu=gpu, incoming=verb == "load", moved=part)
             core.commit(record, durable=False)
         return moved
+
+    def _gather(self, action: Gather) -> None:
+        """Take paused samples from their replica; the other one's Run waits for what was drawn of them."""
+        taking = asyncio.get_running_loop().create_future()
+        for call_id in action.calls:
+            self._taking[call_id] = taking
+        self._post(action.gang, lambda: self._take(action, taking))
+
+    async def _take(self, action: Gather, taking: asyncio.Future) -> None:
+        order = m.Order(id=0, verb="take", args={"calls": action.calls})
+        try:
+            value = await self._core.links.order(f"gang:{action.gang}", order)
+            self._drawn |= {call: drawn for call, drawn in value["drawn"].items() if not self._over(call)}
+        except PlexrlError as error:
+            # As when a replica is lost: what it had drawn is lost with it, and is drawn again.
+            log.error("samples of %s go on in %s from their beginning: %s", action.gang, action.to, error)
+        finally:
+            for call_id in action.calls:
+                if self._taking.get(call_id) is taking:
+                    del self._taking[call_id]
+            taking.set_result(None)
 
     async def _run(self, action: Run) -> None:
         core = self._core
@@ -337,8 +380,12 @@ class Turns:
             await asyncio.to_thread(_note, Path(str(args["folder"])), msgspec.json.encode(args["meta"]))
         elif call.kind is CallKind.PUBLISH:
             args["slabs"] = await self._groups.snapshot(core.book.models[call.deployment], str(args["version"]))
-        elif call.kind is CallKind.SAMPLE and args["version"]:
-            await self._groups.attach(gang_id, core.book.versions[str(args["version"])])
+        elif call.kind is CallKind.SAMPLE:
+            if args["version"]:
+                await self._groups.attach(gang_id, core.book.versions[str(args["version"])])
+            while (taking := self._taking.get(call.id)) is not None:
+                await taking
+            args["drawn"] = self._drawn.get(call.id)
         return m.Work(
             id=call.id, kind=call.kind, deployment=call.deployment, seq=call.seq, args=args, body=accepted.body
         )
@@ -353,7 +400,7 @@ class Turns:
         call = entry.accepted.call
         tries = self._tries[call_id] = self._tries.get(call_id, 0) + 1
         if call.kind is CallKind.SAMPLE and tries < _SAMPLE_TRIES and call.group in self._core.scheduler.groups:
-            # A sample has no state: it is drawn again, by another replica or by this one when it is back.
+            # It is drawn again, by another replica or by this one when it is back.
             self.submit(call)
             return
         model = self._core.book.models.get(call.deployment)

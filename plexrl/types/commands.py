@@ -188,6 +188,12 @@ class Capabilities(Command, frozen=True, tag="capabilities"):
     verb: ClassVar[str] = "capabilities"
 
 
+class Explain(Command, frozen=True, tag="explain"):
+    """Why the peer's own job waits and what for. Answered by Explained."""
+
+    verb: ClassVar[str] = "explain"
+
+
 AnyCommand = (
     OpenSession
     | Heartbeat
@@ -204,6 +210,7 @@ AnyCommand = (
     | Cancel
     | Telemetry
     | Capabilities
+    | Explain
 )
 
 
@@ -297,6 +304,13 @@ class CapabilitiesList(Struct, frozen=True, kw_only=True):
     models: tuple[Capability, ...]
 
 
+class Explained(Struct, frozen=True, kw_only=True):
+    """One or two sentences for people."""
+
+    job: str
+    text: str
+
+
 AnyAnswer = (
     SessionOpened
     | Promise
@@ -309,4 +323,5 @@ AnyAnswer = (
     | Pending
     | Ok
     | CapabilitiesList
+    | Explained
 )

@@ -1,0 +1,133 @@
+"""What worker groups turned out to need: kept across pools, and the first guess for the next group of its kind."""
+
+import logging
+import os
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Struct, structs
+
+from plexrl.pool.core import Core
+from plexrl.scheduler.load import ONE, share
+from plexrl.types import GroupSpec, Role, records
+
+log = logging.getLogger("plexrl.head")
+EVERYBODY = "*"
+_MEMORY = 100  # steps that an old profile weighs at most beside a new one (ours)
+
+
+class Key(Struct, frozen=True):
+    """Whose group of what. user: of the job that owns it; `*` for groups that all jobs share."""
+
+    user: str
+    base: str
+    role: Role
+    kind: str
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """duty: share of the time that a gang is busy when its job runs alone. service_us: of a turn. think_us: from the
+    last result to the next call. steps: optim_steps or rollouts that it was learnt from. expected: the duty that the
+    newest group was placed by.
+    """
+
+    duty: float
+    service_us: int
+    think_us: int
+    steps: int
+    expected: float
+
+    @property
+    def error(self) -> float:
+        """How far the expectation was off, as a share of the time."""
+        return abs(self.expected - self.duty)
+
+
+class _Line(Struct, frozen=True):
+    key: Key
+    profile: Profile
+
+
+class Profiles:
+    """The profiles of a pool, in state_dir. Live groups count on top of what is kept, until they end."""
+
+    def __init__(self, core: Core):
+        self._core = core
+        self._path = core.layout.root / "profiles.json"
+        self._kept: dict[Key, Profile] = {}
+        try:
+            self._kept = {x.key: x.profile for x in msgspec.json.decode(self._path.read_bytes(), type=list[_Line])}
+        except FileNotFoundError:
+            pass
+        except msgspec.MsgspecError as error:
+            log.error("%s is no table of profiles (%s): groups are placed by priors", self._path, error)
+
+    def duty(self, key: Key) -> float | None:
+        """The duty to expect of a new group; None when nothing of its kind was seen."""
+        found = self._kept.get(key)
+        return found.duty if found else None
+
+    def key(self, base: str, role: Role, kind: str, owner: str) -> Key:
+        """The key of a group of this job's."""
+        shared = kind == "lora" and self._core.config.scheduler.placement != "isolated"
+        return Key(EVERYBODY if shared else self._core.book.jobs[owner].attached.user, base, role, kind)
+
+    def live(self) -> Iterator[tuple[str, Key, Profile]]:
+        """What groups that are there have shown so far."""
+        for name, group in self._core.book.groups.items():
+            seen = None if group.ended else self._seen(group.placed.spec)
+            if seen is not None:
+                yield name, self._key(group.placed), seen
+
+    def end(self, group: str) -> None:
+        """A group ends: what it has shown is kept. Called while the scheduler still knows it."""
+        placed = self._core.book.groups[group].placed
+        seen = self._seen(placed.spec)
+        if seen is not None:
+            key = self._key(placed)
+            self._kept[key] = _merged(self._kept.get(key), seen)
+
+    def save(self) -> None:
+        """Write the file, with what live groups have shown so far."""
+        found = dict(self._kept)
+        for _, key, seen in self.live():
+            found[key] = _merged(found.get(key), seen)
+        if not found:
+            return
+        temporary = self._core.layout.run / f".profiles.{os.getpid()}"
+        temporary.write_bytes(msgspec.json.encode([_Line(key, profile) for key, profile in found.items()]))
+        os.replace(temporary, self._path)
+
+    def _key(self, placed: records.GroupPlaced) -> Key:
+        return self.key(placed.base, placed.spec.role, placed.kind, placed.spec.owner)
+
+    def _seen(self, spec: GroupSpec) -> Profile | None:
+        gangs = [gang for gang in self._core.scheduler.groups.get(spec.group, ()) if gang.duty is not None]
+        if not gangs:
+            return None
+        thinks = [think.mean for gang in gangs for think in gang.think.values()]
+        return Profile(
+            duty=sum(gang.duty for gang in gangs) / len(gangs),
+            service_us=sum(gang.service.mean for gang in gangs) // len(gangs),
+            think_us=sum(thinks) // len(thinks) if thinks else 0,
+            steps=sum(gang.steps for gang in gangs),
+            expected=share(spec.duty, spec.role) / ONE,
+        )
+
+
+def _merged(old: Profile | None, new: Profile) -> Profile:
+    """The mean by steps; of old ones only the newest count."""
+    if old is None:
+        return new
+    weight = min(old.steps, _MEMORY) / (min(old.steps, _MEMORY) + new.steps)
+
+    def mean(name: str) -> float:
+        return weight * getattr(old, name) + (1 - weight) * getattr(new, name)
+
+    return structs.replace(
+        new,
+        duty=mean("duty"),
+        service_us=round(mean("service_us")),
+        think_us=round(mean("think_us")),
+        steps=old.steps + new.steps,
+    )
