@@ -31,6 +31,7 @@ KV_BYTES = 24 * GIB  # ours: a sampler's cache per GPU, given up when it leaves 
 WORKSPACE_BYTES = 8 * GIB  # ours: a trainer's activations per GPU, given up likewise
 PUBLISH_BYTES_PER_US = 20_000  # ours; facts 5.5: 92 GB/s beyond the first seconds, over 8 GPUs at once
 REWARD_SHARE = 0.05  # of the rollout before it; facts 7.1: 2 to 6 % of a step are neither phase
+STUCK_US = (30_000_000, 60_000_000)  # ours: a timeout of 60 s, else the slowest of 1,000 samples makes the whole step
 STATE_PER_PARAMETER = 16  # facts 5.7: mixed-precision Adam
 WEIGHT_PER_PARAMETER = 2  # facts 5.7: bf16
 
@@ -200,7 +201,7 @@ class Mixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         (size,) = rng.choices(list(self.sizes), list(self.sizes.values()))
         account = rng.randrange(self.accounts)
         low, high = self.turns
-        stalls = Stalls(turns_min=low, turns_max=high) if rng.random() < self.tools else Stalls()
+        stalls = Stalls(turns_min=low, turns_max=high, stuck_us=STUCK_US) if rng.random() < self.tools else Stalls()
         return job(
             name,
             size,
@@ -253,7 +254,7 @@ class Pair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     summary: ClassVar[str] = "two small jobs on two GPUs"
     train_share: Part = 0.3
-    steps: Count = 10
+    steps: Count = 60
 
     def make(self, seed: int) -> Workload:
         """The workload of a seed."""

@@ -13,7 +13,7 @@ osdi21-artifact, Apache-2.0, derived from Microsoft's public Philly trace; plain
 | cluster | account, and the user in it: the trace has no users | ours |
 | - | training 8 to 35 % of a step alone, lag 0 or 1, drawn per job | facts 7.1, 1.7 |
 | - | a step alone lasts step_s: decode and training rates are set so | ours |
-| - | samples of a step: 64 per replica, 256 at most; 3 calls per replica, one forward_backward | ours: few, for speed |
+| - | samples of a step: 64 per replica, 256 at most, in 3 calls, or 2 per replica; one forward_backward | ours: for speed |
 
 93 % of the trace's jobs have one GPU: it is a test of scale and of arrivals, hardly one of gangs.
 """
@@ -162,7 +162,7 @@ def _shape(gpus: int) -> tuple[JobPlan, float, float]:
         sample=SamplePlan(
             replicas=replicas, gpus=each, device_bytes=weights + KV_BYTES, host_bytes=weights, service=unit
         ),
-        rollout=Rollout(prompts=16 * min(replicas, 4), group=4, calls=3, lengths=Lengths()),
+        rollout=Rollout(prompts=16 * min(replicas, 4), group=4, calls=3 if replicas == 1 else 2, lengths=Lengths()),
         reward_us=0,
     )
     works = [draw(plan, step, 0) for step in range(50)]
