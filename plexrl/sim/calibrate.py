@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from plexrl.scheduler.costs import SwitchModel
 from plexrl.scheduler.policy import Policy
-from plexrl.sim.recorded import Fit, fit, steps, workload
+from plexrl.sim.fitted import Fit, fit, steps, workload
 from plexrl.sim.run import run
 from plexrl.sim.trace import Recording, Request
 from plexrl.types import BadInput

@@ -8,7 +8,7 @@ import msgspec
 import yaml
 from msgspec import structs
 
-from plexrl.sim import recorded, trace
+from plexrl.sim import fitted, trace
 from plexrl.sim.generate import generate
 from plexrl.sim.workload import SamplePlan, TrainPlan, Workload
 from plexrl.types import BadInput
@@ -17,7 +17,7 @@ from plexrl.types import BadInput
 def read(path: Path, seed: int | None = None) -> Workload:
     """The workload in a file. seed: in place of the file's. Raises BadInput that names the file and the field."""
     if trace.is_trace(path):
-        workload = recorded.workload(trace.read(path))
+        workload = fitted.workload(trace.read(path))
         return workload if seed is None else structs.replace(workload, seed=seed)
     try:
         text = path.read_text(encoding="utf-8")

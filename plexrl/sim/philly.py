@@ -13,7 +13,7 @@ osdi21-artifact, Apache-2.0, derived from Microsoft's public Philly trace; plain
 | cluster | account, and the user in it: the trace has no users | ours |
 | - | training 8 to 35 % of a step alone, lag 0 or 1, drawn per job | facts 7.1, 1.7 |
 | - | a step alone lasts step_s: decode and training rates are set so | ours |
-| - | samples of a step: 64 per replica, 256 at most, in 3 calls, or 2 per replica; one forward_backward | ours: for speed |
+| - | samples of a step: 64 per replica, 256 at most, in 3 calls, or 2 each; one forward_backward | ours: for speed |
 
 93 % of the trace's jobs have one GPU: it is a test of scale and of arrivals, hardly one of gangs.
 """

@@ -9,7 +9,7 @@ from msgspec import structs
 from plexrl.scheduler.costs import SWITCH_PRIOR, ServiceModel
 from plexrl.sim import trace as t
 from plexrl.sim.files import read as read_workload
-from plexrl.sim.recorded import fit, fit_switch, workload
+from plexrl.sim.fitted import fit, fit_switch, workload
 from plexrl.types import BadInput, CallKind, Role
 
 DEMO = Path(__file__).parent / "data" / "demo.jsonl.gz"
