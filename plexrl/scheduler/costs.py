@@ -26,7 +26,6 @@ CALL_PRIOR_US = {
     CallKind.LOAD_STATE: 1_000_000,
     CallKind.PUBLISH: 1_000_000,
 }
-BUILD_PRIOR_US = 80_000_000  # cold starts: up to 80 s (RollMux, arXiv 2512.11306), 47 to 98 s (vLLM's sleep mode blog)
 
 
 class Learned:
