@@ -491,9 +491,15 @@ class Core:
         shadow = min(self._shadow(other) for other in others)
         if self.now + both + max(least, 1) > shadow or state.residency is Residency.COLD:
             return
+        if any(self._owed(other) for other in others):
+            return
         victims = self._victims(state, [member for other in others for member in other.state.members])
         if victims is not None:
             self._grant(waiter, victims, "backfill", shadow - both // 2)
+
+    def _owed(self, waiter: Waiter) -> bool:
+        """Whether a reservation waits for nothing but turns that went ahead of it."""
+        return all(gpu in self.free or self.held[gpu].limit_us is not None for gpu in waiter.gpus)
 
     def _shadow(self, waiter: Waiter) -> int:
         """When a reservation's gang is expected to begin."""
@@ -516,10 +522,7 @@ class Core:
         owed = False
         if turn.limit_us is not None:
             reserved = {id(w): w for gpu in turn.gpus if (w := line.reserved.get(gpu)) is not None}
-            owed = any(
-                all(gpu in self.free or self.held[gpu].limit_us is not None for gpu in w.gpus)
-                for w in reserved.values()
-            )
+            owed = any(self._owed(waiter) for waiter in reserved.values())
         return Others(best, answered, self.budget.next_us(self.now), owed)
 
     def _bound(self, turn: OpenTurn) -> None:
