@@ -50,7 +50,7 @@ class Core:
         self.shares = Shares(policy.half_life_us)
         self.budget = Budget(policy.interactive_switches_per_hour)
         self.tenants: dict[str, Tenant] = {}
-        self._factors: dict[Tenant, tuple[int, float]] = {}
+        self._factors: dict[str, tuple[int, float]] = {}
         self.gangs: dict[str, GangState] = {}
         self.groups: dict[str, list[GangState]] = {}
         self.specs: dict[str, GroupSpec] = {}
@@ -98,10 +98,10 @@ class Core:
 
     def factor(self, tenant: Tenant) -> float:
         """The tenant's fair-share factor, at most a second old: it changes over hours."""
-        at, factor = self._factors.get(tenant, _NEVER)
+        at, factor = self._factors.get(tenant.job, _NEVER)
         if self.now >= at:
             factor = self.shares.factor(self.now, tenant.account, tenant.user or tenant.job)
-            self._factors[tenant] = self.now + _FACTOR_US, factor
+            self._factors[tenant.job] = self.now + _FACTOR_US, factor
         return factor
 
     def tenant(self, job: str) -> Tenant:
@@ -404,6 +404,10 @@ class Core:
         self._open.update(turn.gpus)
         self._unused.update(turn.gpus)
         self._stirred.pop(id(turn), None)
+        for gpu in turn.gpus:
+            holder = self.line.reserved.get(gpu)
+            if holder is not None:
+                self._stir_limited(holder)
         for member in (state, *turn.peers):
             del self.turns[member.id]
             member.used, member.used_us = self._next(), self.now
@@ -420,15 +424,23 @@ class Core:
                 name: waiter for gpu in self._open if gpu in self.free for name, waiter in self.line.on[gpu].items()
             }
             self._open.clear()
-            if not waiters:
-                return
-            if len(waiters) == 1:
-                ranked = list(waiters.values())
-            else:
-                ranked = sorted(waiters.values(), key=lambda waiter: key(self, waiter))
-            for waiter in ranked:
+            able = list(waiters.values())
+            if not any(self._starves(waiter) for waiter in able):
+                able = [waiter for waiter in able if not self._stuck(waiter)]
+            if len(able) > 1:
+                able.sort(key=lambda waiter: key(self, waiter))
+            for waiter in able:
                 if self.line.get(waiter.state.id) is waiter:
                     self._try(waiter)
+
+    def _stuck(self, waiter: Waiter) -> bool:
+        """Whether nothing can be done for it now: a part of its gang is not free, and on another part there is the
+        reservation of a gang that cannot be granted either."""
+        free = self.free
+        return not free.issuperset(waiter.gpus) and any(
+            holder is not None and holder is not waiter and not free.issuperset(holder.gpus)
+            for holder in map(self.line.reserved.get, waiter.gpus)
+        )
 
     def _try(self, waiter: Waiter) -> None:
         """Grant the gang, or keep its GPUs for it, or let it go ahead of another's reservation, or leave it waiting."""
@@ -460,8 +472,16 @@ class Core:
         """Give up the waiter's reservations, if it has any. All that were in their way may want ones of their own."""
         if self.line.holds(waiter):
             self.line.release(waiter)
+            self._stir_limited(waiter)
             for gpu in waiter.gpus:
                 self._open.update(gpu for other in self.line.on[gpu].values() for gpu in other.gpus)
+
+    def _stir_limited(self, holder: Waiter) -> None:
+        """Those that went ahead of a reservation: it may wait for nothing but them now."""
+        for gpu in holder.gpus:
+            turn = self.held.get(gpu)
+            if turn is not None and turn.limit_us is not None:
+                self._stir(turn)
 
     def _starves(self, waiter: Waiter) -> bool:
         return waiter.state.rank != SCAVENGER and self.now - waiter.since_us >= self.policy.starvation_us

@@ -78,8 +78,9 @@ class Line:
 
     def others(self, waiter: Waiter) -> list[Waiter]:
         """Whose reservations are in its way."""
-        found = (self.reserved.get(gpu) for gpu in waiter.gpus)
-        return list(dict.fromkeys(other for other in found if other is not None and other is not waiter))
+        found = {id(other): other for gpu in waiter.gpus if (other := self.reserved.get(gpu)) is not None}
+        found.pop(id(waiter), None)
+        return list(found.values())
 
     def __iter__(self) -> Iterator[Waiter]:
         return iter(self._all.values())

@@ -35,6 +35,7 @@ class Residence:
         self._bytes = dict(gpus)
         self.used: dict[str, int] = dict.fromkeys(gpus, 0)
         self.on: dict[str, dict[str, GangState]] = {gpu: {} for gpu in gpus}
+        self.there: dict[str, dict[str, GangState]] = {gpu: {} for gpu in gpus}
 
     def add(self, state: GangState) -> None:
         """A gang was placed."""
@@ -47,6 +48,8 @@ class Residence:
         held = _held(state)
         for gpu in state.gpus:
             self.on[gpu][state.id] = state
+            if state.occupies:
+                self.there[gpu][state.id] = state
             self.used[gpu] += held
 
     def discard(self, state: GangState) -> None:
@@ -54,15 +57,22 @@ class Residence:
         held = _held(state)
         for gpu in state.gpus:
             del self.on[gpu][state.id]
+            self.there[gpu].pop(state.id, None)
             self.used[gpu] -= held
         for rival in state.rivals.values():
             del rival.rivals[state.id]
 
     def move(self, state: GangState, to: Residency) -> None:
         """The gang's state is elsewhere now."""
-        before = _held(state)
+        before, was_there = _held(state), state.occupies
         state.move(to)
         change = _held(state) - before
+        if state.occupies != was_there:
+            for gpu in state.gpus:
+                if was_there:
+                    del self.there[gpu][state.id]
+                else:
+                    self.there[gpu][state.id] = state
         if change:
             for gpu in state.gpus:
                 self.used[gpu] += change
@@ -101,7 +111,7 @@ class Residence:
             short -= sum(_gain(state) for state in chosen.values() if gpu in state.gpus)
             if short <= 0:
                 continue
-            leavers = [s for s in self.on[gpu].values() if s.occupies and s.id not in chosen and _may_leave(s, keep)]
+            leavers = [s for s in self.there[gpu].values() if s.id not in chosen and _may_leave(s, keep)]
             leavers.sort(key=lambda s: (-s.next_use(now), s.used, s.id))
             for leaver in leavers:
                 if leaver in coming:

@@ -61,12 +61,14 @@ class Scheduler(Core):
         """Say who a job is, before its calls come. Calls that wait already keep what was known when they came."""
         self._at(now)
         self.tenants[tenant.job] = tenant
+        self._factors.pop(tenant.job, None)
         return self._settle()
 
     def dismiss(self, now: int, job: str) -> list[Action]:
         """The job has ended: forget who it was, and let it wait for places no longer. Its groups are `remove`d."""
         actions = self.withdraw(now, job)
         self.tenants.pop(job, None)
+        self._factors.pop(job, None)
         return actions
 
     def set_share(self, now: int, account: str, shares: float, users: Mapping[str, float]) -> None:

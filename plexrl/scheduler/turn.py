@@ -161,7 +161,8 @@ class OpenTurn:
         elif others.best == 0 < self.rank and max(start, others.preempt_us) < end:
             end, why = max(start, others.preempt_us), "preempted"
         if self.limit_us is not None:
-            limit = start if others.owed else self.limit_us
+            least = start + int(policy.min_turn_factor * self.switch_us)  # else the switch was for nothing
+            limit = min(self.limit_us, least) if others.owed else self.limit_us
             if limit < end:
                 end, why = limit, "reserved"
         if self.drained_us is not None:
