@@ -1,11 +1,40 @@
 """A pool without machines: carries out the scheduler's actions, believes nothing, and answers in any order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from plexrl.scheduler import Action, Build, Closed, Dropped, Pause, Policy, Run, Scheduler, Switch, Turn
-from plexrl.types import Call, CallKind, Gang, GroupSpec, Moved, Placement, Role, Span
+from plexrl.scheduler import (
+    Action,
+    Build,
+    Closed,
+    Dropped,
+    Gather,
+    Pause,
+    Placed,
+    Policy,
+    Prefetch,
+    Relocate,
+    Run,
+    Scheduler,
+    Switch,
+    Turn,
+)
+from plexrl.types import (
+    Call,
+    CallKind,
+    Extent,
+    Gang,
+    GpuRole,
+    GroupSpec,
+    JobClass,
+    Moved,
+    Placement,
+    Role,
+    Span,
+    Tenant,
+)
+from tests.unit.scheduler.watch import Watch
 
 US = 1
 MS = 1000
@@ -14,7 +43,13 @@ S = 1_000_000
 
 @dataclass
 class Engine:
-    """What is true of one gang: where its state is, what it executes, and which ends of calls it has yet to report."""
+    """What is true of one gang.
+
+    running: calls under way. unreported: calls that ended, which the scheduler was not told yet. partial: paused calls
+    whose drawn tokens are here. served: whose call ended last. order: what it was told and has not answered. leaving:
+    the order's victims that live. unsure: its way off the device was broken off, and the scheduler cannot know how far
+    it came.
+    """
 
     gang: Gang
     spec: GroupSpec
@@ -22,38 +57,89 @@ class Engine:
     on_device: bool = False
     running: list[str] = field(default_factory=list)
     unreported: list[str] = field(default_factory=list)
-    order: Build | Switch | None = None
+    partial: list[str] = field(default_factory=list)
+    order: Build | Switch | Prefetch | None = None
+    leaving: list[str] = field(default_factory=list)
     pausing: bool = False
+    moving: Relocate | None = None
+    served: str = ""
+    unsure: bool = False
+
+    def die(self) -> None:
+        """Its processes are gone, and all that they held."""
+        self.built = self.on_device = self.pausing = False
+        self.order = self.moving = None
+        self.served, self.unsure = "", False
+        for calls in (self.running, self.unreported, self.partial, self.leaving):
+            calls.clear()
 
 
 class Executor:
     """The head's side of the contract. Checks each action against what is true, and each span against time."""
 
-    def __init__(self, gpus: dict[str, int], policy: Policy, start: int = 0) -> None:
-        self.scheduler = Scheduler(gpus, policy)
+    def __init__(
+        self,
+        gpus: dict[str, int],
+        policy: Policy,
+        start: int = 0,
+        *,
+        roles: Mapping[str, GpuRole] | None = None,
+        hosts: Mapping[str, int] | None = None,
+        virtual: bool = False,
+        kind: type[Scheduler] = Scheduler,
+    ) -> None:
+        self.gpus, self.policy, self.virtual = gpus, policy, virtual
+        self.roles, self.hosts = dict(roles or {}), dict(hosts or {})
+        self.scheduler = kind(gpus, policy, roles=self.roles, hosts=self.hosts, virtual=virtual)
         self.scheduler.start(start)
         self.start = self.now = start
         self.engines: dict[str, Engine] = {}
+        self.tenants: dict[str, Tenant] = {}
+        self.requests: dict[str, dict[str, GroupSpec]] = {}
+        self.relocated: dict[str, Relocate] = {}
         self.calls: dict[str, Call] = {}
+        self.outstanding: dict[str, Call] = {}
         self.ended: dict[str, str] = {}
         self.started: list[str] = []
         self.turns: dict[str, str] = {}
+        self.peers: dict[str, str] = {}
         self.trace: list[tuple[int, Action]] = []
         self.spans: list[Span] = []
         self.tiled = dict.fromkeys(gpus, start)
-        self.events = 0
+        self.events = self.unions = 0
+        self.watch = Watch(self)
 
     # ---- what a head does
 
+    def enroll(self, job: str, kind: JobClass = JobClass.NORMAL, **who: object) -> None:
+        """Say who a job is."""
+        self.tenants[job] = Tenant(job=job, kind=kind, **who)
+        self.do(self.scheduler.enroll(self.now, self.tenants[job]))
+
+    def dismiss(self, job: str) -> None:
+        """The job has ended."""
+        self.requests.pop(job, None)
+        self.tenants.pop(job, None)
+        self.do(self.scheduler.dismiss(self.now, job))
+
     def place(
-        self, group: str, role: Role, owner: str, size: int, gpus: int = 1, replicas: int = 1, build: bool = True
+        self,
+        group: str,
+        role: Role,
+        owner: str,
+        size: int,
+        gpus: int = 1,
+        replicas: int = 1,
+        build: bool = True,
+        **more: int | float,
     ) -> Placement:
         """Place a group; with `build`, wait until all its gangs are built."""
-        spec = GroupSpec(group=group, role=role, owner=owner, gang_size=gpus, replicas=replicas, device_bytes=size)
+        spec = GroupSpec(
+            group=group, role=role, owner=owner, gang_size=gpus, replicas=replicas, device_bytes=size, **more
+        )
         placement = self.scheduler.place(self.now, spec)
         self.events += 1
-        for gang in placement.gangs:
-            self.engines[gang.id] = Engine(gang, spec)
+        self._take(placement, spec)
         assert self.scheduler.wake_at() == self.scheduler.now
         self.tick()
         while build and not all(self.engines[gang.id].built for gang in placement.gangs):
@@ -64,7 +150,55 @@ class Executor:
                 self.wait(self.scheduler.wake_at() - self.now)
         return placement
 
-    def submit(self, group: str, deployment: str, kind: CallKind, seq: int, job: str = "", units: int = 1) -> str:
+    def put(
+        self,
+        group: str,
+        role: Role,
+        owner: str,
+        gpus: Sequence[str] | Sequence[Sequence[str]],
+        size: int,
+        offset: int = 0,
+        resident: bool = False,
+        **more: int | float,
+    ) -> None:
+        """Take up a group that is built already, on exactly these GPUs (one list of GPUs per replica)."""
+        rows = [gpus] if isinstance(gpus[0], str) else gpus
+        spec = GroupSpec(
+            group=group, role=role, owner=owner, gang_size=len(rows[0]), replicas=len(rows), device_bytes=size, **more
+        )
+        extent = Extent(None if self.virtual else offset, size)
+        gangs = tuple(Gang(f"{group}/{i}", group, tuple(row), (extent,) * len(row)) for i, row in enumerate(rows))
+        actions = self.scheduler.restore(self.now, Placement(group, gangs), spec, resident)
+        for gang in gangs:
+            self.engines[gang.id] = Engine(gang, spec, built=True, on_device=resident)
+        self.do(actions)
+
+    def request(self, job: str, specs: Sequence[GroupSpec]) -> None:
+        """Ask for all groups of a job; they are placed now or later, together."""
+        self.requests[job] = {spec.group: spec for spec in specs}
+        try:
+            actions = self.scheduler.request(self.now, job, specs)
+        except Exception:
+            del self.requests[job]
+            raise
+        self.do(actions)
+
+    def withdraw(self, job: str) -> None:
+        """The job does not want its groups any more."""
+        self.requests.pop(job, None)
+        self.do(self.scheduler.withdraw(self.now, job))
+
+    def submit(
+        self,
+        group: str,
+        deployment: str,
+        kind: CallKind,
+        seq: int,
+        job: str = "",
+        units: int = 1,
+        cost_us: int = 0,
+        peer: str = "",
+    ) -> str:
         """Submit a call, perhaps once more after it was dropped; its id is `<deployment>:<seq>`."""
         call = Call(
             id=f"{deployment}:{seq}",
@@ -74,11 +208,14 @@ class Executor:
             job=job or deployment,
             seq=None if kind is CallKind.SAMPLE else seq,
             units=units,
+            cost_us=cost_us,
+            peer=peer,
         )
-        self.calls[call.id] = call
+        actions = self.scheduler.submit(self.now, call)
+        self.calls[call.id] = self.outstanding[call.id] = call
         if self.ended.get(call.id) == "dropped":
             del self.ended[call.id]
-        self.do(self.scheduler.submit(self.now, call))
+        self.do(actions)
         return call.id
 
     def finish(self, call: str, units: int = 1) -> None:
@@ -86,55 +223,70 @@ class Executor:
         engine = next(e for e in self.engines.values() if call in e.running + e.unreported)
         (engine.running if call in engine.running else engine.unreported).remove(call)
         self._end(call, "done")
+        engine.served = self.calls[call].job
+        self.watch.finished(self.calls[call])
         self.do(self.scheduler.finished(self.now, call, units))
 
     def answer(self, engine: Engine, ok: bool = True) -> None:
-        """The engine answers the Build or Switch that it was given."""
+        """The engine answers the Build, Switch or Prefetch that it was given."""
         order, engine.order = engine.order, None
-        evicted = order.evict if ok else order.evict[::2]
-        for victim in evicted:
-            if victim in self.engines:
-                self.engines[victim].on_device = False
+        evicted = tuple(engine.leaving if ok else engine.leaving[::2])
+        for victim in engine.leaving:
+            self.engines[victim].unsure = victim not in evicted
+            self.engines[victim].on_device &= victim not in evicted
+        engine.leaving = []
         if ok:
             engine.built = engine.on_device = True
-            self._check_memory()
+            engine.unsure = False
         else:
-            engine.built = engine.on_device = False
-            engine.unreported.clear()
+            engine.die()
+            self.watch.gone(engine.gang.group)
         if isinstance(order, Build):
             told = self.scheduler.built if ok else self.scheduler.build_failed
             self.do(told(self.now, order.gang, evicted))
         else:
             moved = {gpu: Moved(seconds=0.1) for gpu in engine.gang.gpus}
-            self.do(self.scheduler.switched(self.now, order.gang, ok, moved, evicted))
+            told = self.scheduler.switched if isinstance(order, Switch) else self.scheduler.prefetched
+            self.do(told(self.now, order.gang, ok, moved, evicted))
 
     def pause(self, engine: Engine, unfinished: Iterable[str] | None = None) -> None:
         """The engine answers the Pause; the ends of calls not in `unfinished` are reported later."""
         named = tuple(engine.running if unfinished is None else unfinished)
         engine.pausing = False
         engine.unreported += [call for call in engine.running if call not in named]
+        engine.partial += [call for call in engine.running if call in named]
         engine.running.clear()
         self.do(self.scheduler.paused(self.now, engine.gang.id, named))
 
+    def relocate(self, engine: Engine, ok: bool = True) -> None:
+        """The engines of a group told to move have ended, and will be built in the new place; not ok: they stay."""
+        order = engine.moving
+        for gang in order.placement.gangs:
+            old = self.engines[gang.id]
+            old.moving = None
+            if ok:
+                self.engines[gang.id] = Engine(gang, old.spec)
+        self.do(self.scheduler.relocated(self.now, order.group, ok))
+
     def lose(self, engine: Engine, random: Random) -> None:
         """A rank dies; an offload under way for it got somewhere."""
-        if engine.order:
-            for victim in engine.order.evict:
-                if victim in self.engines and random.random() < 0.5:
-                    self.engines[victim].on_device = False
-        engine.built = engine.on_device = engine.pausing = False
-        engine.order = None
-        engine.running.clear()
-        engine.unreported.clear()
+        for victim in engine.leaving:
+            self.engines[victim].unsure = True
+            self.engines[victim].on_device &= random.random() < 0.5
+        engine.die()
+        self._leave(engine.gang.id)
+        self.watch.gone(engine.gang.group)
         self.do(self.scheduler.lost(self.now, engine.gang.id))
 
     def remove(self, group: str) -> None:
         """The group and its engines end."""
         for name in [name for name, e in self.engines.items() if e.gang.group == group]:
             del self.engines[name]
+            self._leave(name)
         self.do(self.scheduler.remove(self.now, group))
 
     def tick(self) -> None:
+        """Time passed."""
         self.do(self.scheduler.tick(self.now))
 
     def wait(self, us: int) -> None:
@@ -145,18 +297,23 @@ class Executor:
             self.tick()
         self.now = until
 
-    def step(self, random: Random) -> bool:
-        """Some engine answers something. False if none had anything to answer."""
-        choices = [
+    def choices(self) -> list[tuple[str, Engine, str]]:
+        """What engines could answer now."""
+        return [
             (what, engine, call)
             for engine in self.engines.values()
             for what, call in [
                 ("order", ""),
                 ("pause", ""),
+                ("move", ""),
                 *(("finish", call) for call in engine.running + engine.unreported),
             ]
-            if what == "finish" or (engine.order if what == "order" else engine.pausing)
+            if what == "finish" or {"order": engine.order, "pause": engine.pausing, "move": engine.moving}[what]
         ]
+
+    def step(self, random: Random) -> bool:
+        """Some engine answers something. False if none had anything to answer."""
+        choices = self.choices()
         if not choices:
             return False
         what, engine, call = random.choice(choices)
@@ -164,6 +321,8 @@ class Executor:
             self.answer(engine, ok=random.random() > 0.04)
         elif what == "pause":
             self.pause(engine, [call for call in engine.running if random.random() < 0.9])
+        elif what == "move":
+            self.relocate(engine)
         else:
             self.finish(call, random.randrange(20))
         return True
@@ -173,10 +332,11 @@ class Executor:
     def do(self, actions: list[Action]) -> None:
         """Carry the actions out, as far as they are not answered later."""
         self.events += 1
+        self.watch.before()
         for action in actions:
             self.trace.append((self.scheduler.now, action))
             match action:
-                case Build() | Switch():
+                case Build() | Switch() | Prefetch():
                     self._order(action)
                 case Run():
                     self._run(action)
@@ -184,34 +344,71 @@ class Executor:
                     engine = self.engines[action.gang]
                     assert self.turns[engine.gang.gpus[0]] == action.gang and not engine.pausing
                     engine.pausing = True
+                    self.watch.paused(engine)
                 case Turn():
                     self._turn(action)
                 case Dropped():
                     for call in action.calls:
                         assert not any(call in e.running for e in self.engines.values()), f"{call} dropped, and runs"
+                        self._forget(call)
                         self._end(call, "dropped")
+                case Gather():
+                    self._gather(action)
+                case Relocate():
+                    self._relocate(action)
+                case Placed():
+                    specs = self.requests.pop(action.job)
+                    assert {p.group for p in action.placements} == set(specs), "a job is placed whole"
+                    for placement in action.placements:
+                        self._take(placement, specs[placement.group])
                 case Closed():
                     span = action.span
                     assert span.start_us == self.tiled[span.gpu] < span.end_us, f"gap, overlap or nothing: {span}"
                     self.tiled[span.gpu] = span.end_us
                     self.spans.append(span)
+        self.watch.after()
 
     def close(self) -> None:
-        """Close all spans; they must tile all GPUs' time."""
+        """Close all spans; they must tile all GPUs' time, and agree with what was seen."""
         self.do(self.scheduler.spans(self.now))
         assert set(self.tiled.values()) == {self.scheduler.now}
+        self.watch.check_spans()
 
     # ---- what must be true
 
-    def _order(self, action: Build | Switch) -> None:
+    def _take(self, placement: Placement, spec: GroupSpec) -> None:
+        for gang in placement.gangs:
+            assert len(set(gang.gpus)) == spec.gang_size == len(gang.extents), f"not a gang: {gang}"
+            for gpu in gang.gpus:
+                role = self.roles.get(gpu, GpuRole.ANY)
+                assert role is GpuRole.ANY or role.value == spec.role.value, f"{gang.id} is on {gpu}, a GPU to {role}"
+            self.engines[gang.id] = Engine(gang, spec)
+
+    def _leave(self, victim: str) -> None:
+        for engine in self.engines.values():
+            if victim in engine.leaving:
+                engine.leaving.remove(victim)
+
+    def _order(self, action: Build | Switch | Prefetch) -> None:
         engine = self.engines[action.gang]
-        assert engine.order is None and not engine.running
-        assert engine.built == isinstance(action, Switch), f"{action} on an engine with built={engine.built}"
-        assert all(self.turns.get(gpu) == action.gang for gpu in engine.gang.gpus), "rule 3: not its whole gang"
+        assert engine.order is None and not engine.running, f"{action} while it does {engine.order or engine.running}"
+        assert engine.built != isinstance(action, Build), f"{action} on an engine with built={engine.built}"
+        assert not any(action.gang in e.leaving for e in self.engines.values()), f"{action} while it is offloaded"
+        holders = {self.turns.get(gpu) for gpu in engine.gang.gpus}
+        if action.gang in self.peers.values():
+            assert len(holders) == 1 and None not in holders, f"rule 3: {action.gang} has not its whole gang: {holders}"
+        elif isinstance(action, Prefetch):
+            assert action.gang not in holders, f"{action} in its own turn"
+        else:
+            assert holders == {action.gang}, f"rule 3: {action.gang} has not its whole gang: {holders}"
         for victim in action.evict:
-            assert victim not in self.turns.values(), f"rule 2: {victim} is offloaded in its turn"
-            assert overlap(engine.gang, self.engines[victim].gang), f"{victim} need not go for {action.gang}"
-        engine.order = action
+            other = self.engines[victim]
+            at_work = victim in self.turns.values() or victim in self.peers.values()
+            assert not at_work, f"rule 2: {victim} is offloaded in its turn"
+            assert not other.order and not other.running, f"{victim} is offloaded while it does something"
+            assert not any(victim in e.leaving for e in self.engines.values()), f"{victim} is offloaded twice"
+        self.watch.ordered(engine, action)
+        engine.order, engine.leaving = action, list(action.evict)
 
     def _run(self, action: Run) -> None:
         engine = self.engines[action.gang]
@@ -222,33 +419,73 @@ class Executor:
         for name in action.calls:
             call = self.calls[name]
             assert name not in self.ended, f"rule 8: {name} ended and runs again"
-            assert name not in engine.running, f"{name} runs twice"
+            assert call.group == engine.gang.group, f"rule 2: {name} runs on another group"
+            doing = [e.gang.id for e in self.engines.values() if name in e.running + e.unreported]
+            assert not doing, f"{name} runs on {action.gang} and {doing}"
+            held = [e.gang.id for e in self.engines.values() if name in e.partial]
+            assert held in ([], [action.gang]), f"{name} was paused on {held}, and runs on {action.gang}"
+            self._forget(name)
             if engine.spec.role is Role.TRAIN:
                 busy = engine.running + engine.unreported
                 assert not busy, f"rule 6: {name} while {busy} runs"
-                older = [c for c in self.calls.values() if c.deployment == call.deployment and c.seq < call.seq]
-                assert all(c.id in self.ended for c in older), f"rule 6: {name} overtook"
+                older = [c for c in self.outstanding.values() if c.deployment == call.deployment and c.seq < call.seq]
+                assert not older, f"rule 6: {name} overtook {older}"
+            if call.peer:
+                peer = self.engines[f"{call.peer}/0"]
+                assert peer.on_device and not peer.order and not peer.running, f"union: {call.peer} is not there"
+                self._claim(action.gang, peer)
+                self.unions += 1
             engine.running.append(name)
             self.started.append(name)
 
+    def _gather(self, action: Gather) -> None:
+        old, new = self.engines[action.gang], self.engines[action.to]
+        assert old is not new and old.gang.group == new.gang.group, f"not two replicas of a group: {action}"
+        assert new.built and action.calls, f"gathered on an engine that is not: {action}"
+        for call in action.calls:
+            old.partial.remove(call)
+            new.partial.append(call)
+
+    def _relocate(self, action: Relocate) -> None:
+        assert action.group not in self.relocated, f"{action.group} is moved twice"
+        self.relocated[action.group] = action
+        engines = [e for e in self.engines.values() if e.gang.group == action.group]
+        assert {e.gang.id for e in engines} == {gang.id for gang in action.placement.gangs}
+        for engine in engines:
+            assert engine.built and not (engine.order or engine.running or engine.unreported), f"{action} at work"
+            assert not self.watch.gradients(action.group), f"{action} while gradients are live"
+            engine.moving = action
+
     def _turn(self, action: Turn) -> None:
         if action.ended:
-            assert action.gang in self.turns.values()
+            assert action.gang in self.turns.values(), f"{action} of a turn that never began"
             self.turns = {gpu: gang for gpu, gang in self.turns.items() if gang != action.gang}
+            self.peers.pop(action.gang, None)
+            self.watch.turn_ended(action)
         else:
             for gpu in self.engines[action.gang].gang.gpus:
                 assert gpu not in self.turns, f"rule 1: {gpu} serves {self.turns[gpu]} and {action.gang}"
                 self.turns[gpu] = action.gang
+            turn = self.scheduler.turns.get(action.gang)
+            for peer in turn.peers if turn else ():  # no action says so before the call runs
+                self._claim(action.gang, self.engines[peer.id])
+            self.watch.turn_began(action)
+
+    def _claim(self, gang: str, peer: Engine) -> None:
+        """A union turn has the GPUs of both."""
+        for gpu in peer.gang.gpus:
+            assert self.turns.setdefault(gpu, gang) == gang, f"union: {gpu} serves {self.turns[gpu]}, not {gang}"
+        self.peers[gang] = peer.gang.id
+
+    def _forget(self, call: str) -> None:
+        for engine in self.engines.values():
+            if call in engine.partial:
+                engine.partial.remove(call)
 
     def _end(self, call: str, how: str) -> None:
         assert call not in self.ended, f"rule 8: {call} is {self.ended[call]} and {how}"
         self.ended[call] = how
-
-    def _check_memory(self) -> None:
-        there = [engine.gang for engine in self.engines.values() if engine.on_device]
-        for i, one in enumerate(there):
-            for other in there[:i]:
-                assert not overlap(one, other), f"rule 5: {one.id} and {other.id} are both resident and overlap"
+        del self.outstanding[call]
 
     # ---- what tests ask
 
@@ -260,13 +497,6 @@ class Executor:
         """The last action of a kind."""
         return next(action for _, action in reversed(self.trace) if isinstance(action, kind))
 
-
-def overlap(one: Gang, other: Gang) -> bool:
-    """Whether two gangs share a byte of a GPU (by brute force over GPUs, not the scheduler's own function)."""
-    mine = {gpu: range(e.offset, e.offset + e.size) for gpu, e in zip(one.gpus, one.extents, strict=True)}
-    for gpu, extent in zip(other.gpus, other.extents, strict=True):
-        if gpu in mine:
-            r = mine[gpu]
-            if max(r.start, extent.offset) < min(r.stop, extent.offset + extent.size):
-                return True
-    return False
+    def all(self, kind: type) -> list[tuple[int, Action]]:
+        """All actions of a kind, with their times."""
+        return [(at, action) for at, action in self.trace if isinstance(action, kind)]
