@@ -1,5 +1,6 @@
 """What the leader of a gang holds, runs, gives up: with the engine that computes nothing."""
 
+from msgspec import structs
 from tinker.proto import tinker_public_pb2 as pb
 
 from plexrl.engines import noop
@@ -105,3 +106,18 @@ def test_samples_join_leave_and_are_given_again():
     assert all(outcome.ok for outcome in ended)
     assert [outcome.id for outcome in host.run((sample(1),))] == ["c1"]
     assert not host.busy
+
+
+def test_a_sample_is_taken_and_goes_on_elsewhere_as_if_it_had_begun_there():
+    old, new = SampleHost(noop.NoopSampler(), "n"), SampleHost(noop.NoopSampler(), "n")
+    old.run((sample(1), sample(2)))
+    assert old.pause() == ("c1", "c2")
+    drawn = old.order("take", {"calls": ["c1", "gone"]})["drawn"]
+    assert old.held() == ("c2",) and drawn.keys() == {"c1"}
+    drawn["c1"] |= {"cpu_us": 5_000_000.0, "wall_us": 70_000_000.0}
+    moved = structs.replace(sample(1), args={"version": "", "drawn": drawn["c1"]})
+    new.run((moved,))
+    new.run((moved,))  # said again: it is there already
+    (outcome,) = new.step()
+    assert (outcome.id, outcome.ok) == ("c1", True)
+    assert outcome.cpu_us >= 5_000_000 and outcome.wall_us >= 70_000_000
