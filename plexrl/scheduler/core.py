@@ -220,7 +220,7 @@ class Core:
             old.tenant, old.ticket, old.since_us, old.due_us = tenant, ticket, since_us, due_us
             return
         self._unlist(state)
-        waiter = Waiter(state, tenant, ticket, since_us, due_us, state.reach, rank, service_us(state))
+        waiter = Waiter(state, tenant, ticket, since_us, due_us, state.reach, rank, service_us(state, self.policy))
         self.line.put(waiter)
         for gpu in waiter.gpus:
             turn = self.held.get(gpu)

@@ -16,6 +16,7 @@ from plexrl.types import Residency
 if TYPE_CHECKING:
     from plexrl.scheduler.core import Core
     from plexrl.scheduler.line import Waiter
+    from plexrl.scheduler.policy import Policy
 
 Key = tuple[float, ...]
 
@@ -72,9 +73,13 @@ def switch_us(state: GangState) -> int:
     return 0 if state.residency is Residency.DEVICE else state.switch.mean
 
 
-def service_us(state: GangState) -> int:
-    """How long its next turn is expected to last."""
-    if state.service.count:
-        return state.service.mean
+def service_us(state: GangState, policy: Policy) -> int:
+    """How long its next turn is expected to last: no longer than the quantum, for it waits because others are there."""
     first = state.first
-    return (first.call.cost_us or CALL_PRIOR_US[first.call.kind]) if first else state.switch.mean
+    if state.service.count:
+        expected = state.service.mean
+    elif first:
+        expected = first.call.cost_us or CALL_PRIOR_US[first.call.kind]
+    else:
+        expected = state.switch.mean
+    return min(expected, policy.quantum_us)
