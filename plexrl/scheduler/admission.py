@@ -6,7 +6,8 @@ the policy's starvation_us; from then on nobody is placed on a GPU that the firs
 these GPUs empty as their jobs end, and the empty pool has room for it, or it would not have been let in (ours).
 
 Jobs that ask for the same are one line: if its first does not fit, none of it does. A line is tried again only after
-something has left the floor.
+something has left the floor, and one look ends after `MISSES` lines that were tried in vain (ours; Slurm bounds the
+same by bf_max_job_test).
 """
 
 from bisect import insort
@@ -21,6 +22,7 @@ from plexrl.scheduler.load import CLASSES
 from plexrl.scheduler.placement import Floor, Rules
 from plexrl.types import BadInput, GroupSpec, Placement, Tenant
 
+MISSES = 32
 Granted = tuple[Tenant, tuple[GroupSpec, ...], tuple[Placement, ...]]
 Key = tuple[int, str, tuple[tuple, ...]]
 
@@ -107,20 +109,24 @@ class Admission:
         heads = [(line.asks[0], key) for key, line in self._lines.items()]
         heapify(heads)
         first = starving = None
+        misses = 0
         avoid: frozenset[str] = frozenset()
         while heads:
             ask, key = heappop(heads)
             line = self._lines.get(key)
             if line is None or line.asks[0] is not ask:
                 continue  # it has moved since
-            placements = self._try(line, policy, starving, avoid)
+            known = line.tried == self._floor.room and line.behind in (None, starving and starving.ticket)
+            placements = None if known else self._try(line, policy, starving, avoid)
             if placements is not None:
                 granted.append((ask.tenant, ask.specs, placements))
                 for key in self._placed(ask):
                     heappush(heads, (self._lines[key].asks[0], key))
-            elif policy.placement != "spread_backfill":
+                continue
+            misses += not known
+            if policy.placement != "spread_backfill" or misses == MISSES:
                 break
-            elif first is None:
+            if first is None:
                 first = ask
                 if now - ask.since_us >= policy.starvation_us:
                     starving = ask
@@ -139,9 +145,7 @@ class Admission:
     def _why(self, ask: Ask, first: Ask) -> str:
         line = self._lines[ask.key]
         if line.tried is None:
-            return (
-                "it has just asked" if ask is first else f"behind job {first.tenant.job}, which is first in the queue"
-            )
+            return "it has just asked" if ask is first else f"behind job {first.tenant.job}, the first in the queue"
         if line.behind is not None:
             return f"job {first.tenant.job} has waited for so long that the GPUs are kept for it"
         gpus = sum(spec.gang_size * spec.replicas for spec in ask.specs)
@@ -153,14 +157,11 @@ class Admission:
     def _try(
         self, line: Line, policy: Rules, starving: Ask | None, avoid: frozenset[str]
     ) -> tuple[Placement, ...] | None:
-        """Place the first of a line, unless that is known to fail."""
-        room, ticket = self._floor.room, starving and starving.ticket
-        if line.tried == room and line.behind in (None, ticket):
-            return None
+        """Place the first of a line, or note that it was tried."""
         ask = line.asks[0]
         placements = self._floor.choose_all(ask.specs, policy, ask.tenant, avoid=avoid)
         if placements is None:
-            line.tried, line.behind = room, ticket
+            line.tried, line.behind = self._floor.room, starving and starving.ticket
         return placements
 
     def _placed(self, ask: Ask) -> list[Key]:

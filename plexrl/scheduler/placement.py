@@ -164,7 +164,7 @@ class Floor:
     def vacate(self, group: str) -> None:
         """Give back what the group has. Raises KeyError for a group that is not placed."""
         self._leave(group)
-        self.room += 1
+        self._opened()
 
     # --- after profiling ----------------------------------------------------------------------------------------------
 
@@ -176,7 +176,8 @@ class Floor:
             for card in map(self._cards.__getitem__, gang.gpus):
                 card.shift(home.tenant.job, new - home.duty)
                 self._seats.changed(card.node)
-        self.room += new < home.duty
+        if new < home.duty:
+            self._opened()
         home.duty = new
 
     def better(self, group: str, policy: Rules, tenant: Tenant) -> Placement | None:
@@ -209,9 +210,13 @@ class Floor:
         except BadInput:
             self.occupy(home.placement, _with_duty(home), home.tenant)
             raise
-        self.room += 1
+        self._opened()
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> None:
+        self.room += 1
+        self._seats.opened()
 
     def _size(self, spec: GroupSpec) -> int:
         return spec.device_bytes if self.virtual else -(-spec.device_bytes // ALIGN) * ALIGN

@@ -44,7 +44,10 @@ class Node:
     def hope(self, want: Want, room: float) -> int:
         """At most how many GPUs may take the gang where the job has nothing: load within `room`, its duty borne."""
         slack = self.slack[want.role]
-        return min(bisect_right(self.loads[want.role], room), len(slack) - bisect_left(slack, want.duty))
+        gpus = min(bisect_right(self.loads[want.role], room), len(slack) - bisect_left(slack, want.duty))
+        if want.host and self.host is not None:
+            gpus = min(gpus, (self.host - self.used) // want.host)
+        return gpus
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -72,6 +75,17 @@ class Want:
     partners: dict[str, None]
     taken: dict[Card, int]
     avoid: Collection[str]
+
+    def asks_more(self, other: Want) -> bool:
+        """Whether this fits nowhere if the other fits nowhere, both for jobs without a GPU, of one role and policy."""
+        return (
+            self.count >= other.count
+            and self.duty >= other.duty
+            and self.size >= other.size
+            and self.residual >= other.residual
+            and self.host >= other.host
+            and self.bounds[self.mask] <= other.bounds[other.mask]
+        )
 
 
 Rank = Callable[[Card, Want, int], tuple[int, ...]]
@@ -105,19 +119,31 @@ class Seats:
         self._orders: dict[tuple[Role, int], Order] = {}
         self._changed: dict[Node, None] = dict.fromkeys(nodes)
         self._bounds: tuple[float, ...] = ()
+        self._failed: dict[tuple[Role, bool], list[Want]] = {}
         self._widest = {role: max((len(node.cards[role]) for node in nodes), default=0) for role in Role}
 
     def changed(self, node: Node) -> None:
         """The load of a GPU of this node is another now."""
         self._changed[node] = None
 
+    def opened(self) -> None:
+        """Something may fit that did not before."""
+        self._failed.clear()
+
     def find(self, want: Want) -> list[Card] | None:
         """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'."""
+        self._refresh(want.bounds)
+        newcomer = not want.own and not want.avoid
+        failed = self._failed.setdefault((want.role, want.isolated), []) if newcomer else []
+        if any(map(want.asks_more, failed)):
+            return None
         for search in (self._on_one, self._over_many) if want.count > 1 else (self._on_one,):
             for fresh in (True, False) if want.taken else (True,):
                 found = search(want, fresh)
                 if found:
                     return [card for _, _, card in sorted(found, key=lambda entry: entry[1])]
+        if newcomer:
+            failed.append(want)
         return None
 
     def entries(self, node: Node, want: Want, fresh: bool) -> list[Entry]:
@@ -134,7 +160,7 @@ class Seats:
                 entries.append(((taken, *want.rank(card, want, load)), card.at, card))
         entries.sort()
         if want.host and node.host is not None:
-            del entries[max(0, node.host - node.used) // want.host :]
+            del entries[(node.host - node.used) // want.host :]
         return entries
 
     def _on_one(self, want: Want, fresh: bool) -> list[Entry] | None:
@@ -158,10 +184,10 @@ class Seats:
     def _over_many(self, want: Want, fresh: bool) -> list[Entry] | None:
         # Enough whole nodes, the best of them; where they are too few, whatever there is.
         widest = self._widest[want.role]
-        parts = self._parts(want, fresh, widest)
+        parts = self._parts(want, fresh, widest) if want.count > widest else []
         if sum(len(part) for part in parts if len(part) == widest) < want.count:
             room = self._room(want)
-            if len(want.own) + sum(node.hope(want, room) for node in self._nodes) < want.count:
+            if len(want.own) + sum([node.hope(want, room) for node in self._nodes]) < want.count:
                 return None
             parts = self._parts(want, fresh, 1)
         if sum(map(len, parts)) < want.count:
@@ -196,7 +222,6 @@ class Seats:
         Where the job has nothing, its duty must fit on top of the load of the GPUs; where it is already, the load may
         not even grow, so that those nodes are looked at whatever their load.
         """
-        self._refresh(want.bounds)
         if not self._lazy:
             yield from self._nodes
             return
@@ -237,6 +262,7 @@ class Seats:
     def _refresh(self, bounds: tuple[float, ...]) -> None:
         if bounds != self._bounds:
             self._bounds, self._changed = bounds, dict.fromkeys(self._nodes)
+            self._failed.clear()
         for node in self._changed:
             node.weigh(bounds)
             for order in self._orders.values():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from plexrl.scheduler.admission import Admission
+from plexrl.scheduler.admission import MISSES, Admission
 from plexrl.scheduler.placement import PLACEMENTS, Floor
 from plexrl.types import BadInput, DoesNotFit, GpuRole, GroupSpec, JobClass, Role, Tenant
 
@@ -151,7 +151,7 @@ def test_those_behind_go_when_the_first_withdraws():
     desk.ask("large", 4)
     desk.ask("small", 1)
     assert desk.ready() == []
-    assert [w.why for w in desk.admission.waiting][1] == "behind job large, which is first in the queue"
+    assert [w.why for w in desk.admission.waiting][1] == "behind job large, the first in the queue"
     desk.admission.withdraw("large")
     desk.admission.withdraw("large")
     assert desk.ready() == ["small"] and desk.queue == []
@@ -227,6 +227,19 @@ def test_nothing_is_tried_again_before_something_has_left():
     desk.end("full0")
     assert desk.ready() == ["a0", "b0", "a1"]
     assert desk.ready() == []
+
+
+def test_one_look_ends_after_enough_misses_and_the_next_goes_on_where_it_ended():
+    desk = Desk("spread_backfill")
+    desk.ask("one", 4)
+    desk.ask("two", 3, kind=JobClass.SCAVENGER)
+    assert desk.ready() == ["one", "two"]
+    for i in range(MISSES + 10):
+        desk.ask(f"large{i}", 4, duty=0.01 * (100 - i))
+    desk.ask("small", 1)
+    assert desk.ready() == [] and len(desk.queue) == MISSES + 11
+    desk.ask("next", 4, duty=0.2)
+    assert desk.ready() == ["small"]
 
 
 # --- whatever happens -------------------------------------------------------------------------------------------------
