@@ -460,7 +460,7 @@ class Core:
             if victims is not None:
                 self._grant(waiter, victims, "")
                 return
-        if state.rank != SCAVENGER and not line.holds(waiter):
+        if state.rank != SCAVENGER and not line.holds(waiter) and not self.free.isdisjoint(waiter.gpus):
             line.reserve(waiter)
             for gpu in waiter.gpus:
                 turn = self.held.get(gpu)

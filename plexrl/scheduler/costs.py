@@ -247,9 +247,9 @@ def hrrs(wait_us: int, service_us: int, switch_us: int, factor: float) -> float:
 def anticipation_us(think: Learned, prior_us: int, switch_us: int) -> int:
     """How long a drained turn is kept for its job's next call while others wait (ours; ski rental).
 
-    The prior while nothing is known of the job. Else as long as its next call nearly always takes to come, and a quarter
-    more, because a program that always takes the same time is on time to the microsecond; but only when that costs no
-    more than switching away and back would (or than the prior), else not at all.
+    The prior while nothing is known of the job. Else as long as its next call nearly always takes to come, and a
+    quarter more, because a program that always takes the same time is on time to the microsecond; but only when that
+    costs no more than switching away and back would (or than the prior), else not at all.
     """
     if not think.count:
         return prior_us

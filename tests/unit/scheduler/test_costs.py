@@ -207,4 +207,4 @@ def test_a_turn_is_kept_no_longer_than_switching_would_cost():
         think.observe(300)
     assert anticipation_us(think, 50, 1000) == think.upper * 5 // 4 >= 375
     assert anticipation_us(think, 50, 100) == 0
-    assert anticipation_us(think, 400, 100) == think.upper
+    assert anticipation_us(think, 400, 100) == think.upper * 5 // 4
