@@ -24,6 +24,7 @@ from plexrl.scheduler import (
     Turn,
 )
 from plexrl.scheduler.costs import SwitchModel
+from plexrl.sim.copies import copies_us
 from plexrl.sim.engine import Engine
 from plexrl.sim.held import Held
 from plexrl.sim.result import Bar, TurnMark
@@ -182,7 +183,8 @@ class VirtualCluster:
     def _build(self, action: Build) -> None:
         engine = self.engines[action.gang]
         self.builds += 1
-        self.at(self.now + self._copies_us(None, action.evict) + engine.build_us, self._built, action)
+        us = copies_us(self.switch, None, self._leaving(action.evict))
+        self.at(self.now + us + engine.build_us, self._built, action)
 
     def _built(self, action: Build) -> None:
         self._leave(action.evict)
@@ -196,7 +198,8 @@ class VirtualCluster:
 
     def _switch(self, action: Switch) -> None:
         self.switches += 1
-        self.at(self.now + self._copies_us(self.engines[action.gang], action.evict), self._switched, action)
+        us = copies_us(self.switch, self.engines[action.gang], self._leaving(action.evict))
+        self.at(self.now + us, self._switched, action)
 
     def _switched(self, action: Switch) -> None:
         self._leave(action.evict)
@@ -207,7 +210,7 @@ class VirtualCluster:
     def _prefetch(self, action: Prefetch) -> None:
         engine = self.engines[action.gang]
         self.prefetches += 1
-        us = self._copies_us(engine, action.evict)
+        us = copies_us(self.switch, engine, self._leaving(action.evict))
         self.hidden_us += us * len(engine.gpus)
         self.at(self.now + us, self._prefetched, action)
 
@@ -280,28 +283,13 @@ class VirtualCluster:
 
     # ---- copies
 
-    def _leave(self, victims: Sequence[str]) -> None:
-        for victim in victims:
-            engine = self.engines.get(victim)
-            if engine is not None:  # else its job ended meanwhile
-                engine.offloaded()
+    def _leaving(self, victims: Sequence[str]) -> list[Engine]:
+        """Their engines; those of jobs that have ended meanwhile are gone."""
+        return [engine for victim in victims if (engine := self.engines.get(victim)) is not None]
 
-    def _copies_us(self, engine: Engine | None, evict: Sequence[str]) -> int:
-        """How long it takes to move `evict` out and `engine` in: each GPU copies by itself, the slowest counts."""
-        switch = self.switch
-        bytes_in = engine.bytes_in() if engine else 0
-        leaving = [
-            (victim, out) for name in evict if (victim := self.engines.get(name)) and (out := victim.bytes_out())
-        ]
-        if not leaving:
-            return switch.switch_us(bytes_in, 0) if engine else 0
-        out: dict[str, int] = {}
-        for victim, bytes_out in leaving:
-            for gpu in victim.gpus:
-                out[gpu] = out.get(gpu, 0) + bytes_out
-        # The slowest is the one that most leaves from, of those that take something in or of the others.
-        both = max((out.get(gpu, 0) for gpu in engine.gpus), default=0) if engine else 0
-        return max(switch.switch_us(bytes_in, both), switch.switch_us(0, max(out.values())))
+    def _leave(self, victims: Sequence[str]) -> None:
+        for engine in self._leaving(victims):
+            engine.offloaded()
 
 
 def _ignore(action: Action) -> None:

@@ -90,6 +90,7 @@ class SampleEngine(Engine):
         "_batch",
         "_blocked_us",
         "_ends",
+        "_loaded_us",
         "_position",
         "_prefill",
         "_sequence",
@@ -108,11 +109,13 @@ class SampleEngine(Engine):
         self._position = 0.0
         self._batch = 0
         self._at_us = 0
+        self._loaded_us = 0
         self._blocked_us = 0.0
 
     def loaded(self) -> None:
         """It comes with the newest weights, and without any cache."""
         self.loads += 1
+        self._loaded_us = self.cluster.now
         self._versions.clear()
 
     def run(self, tasks: Iterable[SampleTask]) -> None:
@@ -124,9 +127,11 @@ class SampleEngine(Engine):
         for task in tasks:
             self.live[task.call] = task
             work += self.service.call_us
-            if task.version != self._versions.setdefault(task.deployment, task.version):
-                work += cluster.switch.in_us(self.changed_bytes)
+            has = self._versions.get(task.deployment)
+            if has != task.version:
                 self._versions[task.deployment] = task.version
+                if has is not None or task.published_us > self._loaded_us:  # else the load has brought them
+                    work += cluster.switch.in_us(self.changed_bytes)
             work += self._prefill * task.prefill(self)
             task.end = self._position + task.left
             heappush(self._ends, (task.end, cluster.next(), task))

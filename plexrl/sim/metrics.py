@@ -10,8 +10,9 @@ from statistics import fmean, stdev
 
 from msgspec import Struct
 
+from plexrl.sim.nodes import gpus_of
 from plexrl.sim.result import JobResult, Result
-from plexrl.sim.run import alone_in, gpus_of
+from plexrl.sim.run import alone_in
 from plexrl.sim.workload import Workload
 from plexrl.types import BadInput, GpuRole
 

@@ -24,7 +24,8 @@ GAP_US = 20_000  # ours: from a result to the client's next call, by way of its 
 class Program:
     """What every job has: names, the order of its calls, and an end. Groups may be shared by jobs of one base.
 
-    placed_us, start_us, end_us: -1 until then. version: how many times it published. steps: those that it did.
+    placed_us, start_us, end_us: -1 until then. version: how many times it published, last at published_us. steps: those
+    that it did.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Program:
         "on_end",
         "placed_us",
         "plan",
+        "published_us",
         "sample_group",
         "start_us",
         "steps",
@@ -51,7 +53,7 @@ class Program:
         self.train_group = f"{owner}.train"
         self.sample_group = f"{owner}.sample"
         self.placed_us = self.start_us = self.end_us = -1
-        self.version = 0
+        self.version = self.published_us = 0
         self.tokens = 0
         self.steps: list[StepSpan] = []
         self._seq = 0
@@ -138,6 +140,7 @@ class Program:
             batch=batch,
             units=units,
             version=self.version,
+            published_us=self.published_us,
             about=about,
             cache=cache,
         )
@@ -262,6 +265,7 @@ class Loop(Program):
     def _published(self, task: TrainTask) -> None:
         cluster = self.cluster
         self.version += 1
+        self.published_us = cluster.now
         self._training = False
         self.steps.append(StepSpan(self.plan.job, task.about, self._since.pop(task.about), cluster.now))
         if self.version == self.plan.steps:

@@ -70,6 +70,7 @@ class Recording(Program):
             self.tokens += call.units
         elif call.kind is CallKind.PUBLISH:
             self.version += 1
+            self.published_us = self.cluster.now
         self._spans[call.step][1] = self.cluster.now
         self._ended.add(task.about)
         self._open -= 1

@@ -12,35 +12,14 @@ from plexrl.sim.alone import Alone, alone, anonymous, least_us, least_wall_us
 from plexrl.sim.cluster import VirtualCluster
 from plexrl.sim.draws import draw
 from plexrl.sim.engine import ADAPTER_SHARE, Engine, SampleEngine, TrainEngine
+from plexrl.sim.nodes import gpus_of
 from plexrl.sim.program import Loop, Program
 from plexrl.sim.recorded import Recording
 from plexrl.sim.result import JobResult, Result
 from plexrl.sim.workload import Cluster, JobPlan, Workload
-from plexrl.types import BadInput, DoesNotFit, GpuRole, PlexrlError, Tenant
+from plexrl.types import DoesNotFit, PlexrlError, Tenant
 
 _EVERY = 20_000  # events between two reports of progress
-
-
-def gpus_of(cluster: Cluster) -> tuple[dict[str, int], dict[str, GpuRole], dict[str, int]]:
-    """GPU -> bytes, GPU -> role, node -> host bytes, as the Scheduler takes them. Raises BadInput: too many roles."""
-    if cluster.train_nodes + cluster.sample_nodes > cluster.nodes:
-        raise BadInput(
-            f"{cluster.train_nodes} nodes for training and {cluster.sample_nodes} for sampling, of {cluster.nodes}",
-            "Give no more than there are",
-        )
-    gpus, roles, hosts = {}, {}, {}
-    for node in range(cluster.nodes):
-        name = f"n{node:04d}"
-        if cluster.host_bytes:
-            hosts[name] = cluster.host_bytes
-        for index in range(cluster.per_node):
-            gpu = f"{name}:{index}"
-            gpus[gpu] = cluster.bytes
-            if node < cluster.train_nodes:
-                roles[gpu] = GpuRole.TRAIN
-            elif node < cluster.train_nodes + cluster.sample_nodes:
-                roles[gpu] = GpuRole.SAMPLE
-    return gpus, roles, hosts
 
 
 def run(

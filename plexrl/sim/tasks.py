@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class SampleTask:
     """A sample call: what is left of it, wherever it is. tokens, left: decode steps. done: told when it ended.
 
-    prompt: tokens to prefill unless the cache has them. cache: (engine, its loads) in which its prefix lies. version:
-    of the weights of `deployment`. about: the job's own business.
+    prompt: tokens to prefill unless the cache has them. cache: (engine, its loads) in which its prefix lies. version,
+    published_us: which weights of `deployment`, and since when they are there. about: the job's own business.
     """
 
     __slots__ = (
@@ -28,6 +28,7 @@ class SampleTask:
         "end",
         "left",
         "prompt",
+        "published_us",
         "tokens",
         "units",
         "version",
@@ -44,6 +45,7 @@ class SampleTask:
         batch: int,
         units: int,
         version: int,
+        published_us: int,
         about: Any,
         cache: tuple[SampleEngine, int] | None,
     ) -> None:
@@ -55,6 +57,7 @@ class SampleTask:
         self.batch = batch
         self.units = units
         self.version = version
+        self.published_us = published_us
         self.about = about
         self.cache = cache
         self.end = 0.0

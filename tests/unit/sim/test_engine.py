@@ -53,7 +53,7 @@ def trainer(clock):
     return TrainEngine(clock, "t/0", "t", ("n:0",), ServiceModel(), 1000, 800, 0)
 
 
-def draw(name, tokens=100, batch=1, prompt=0, version=0, units=0, cache=None):
+def draw(name, tokens=100, batch=1, prompt=0, version=0, units=0, cache=None, published_us=0):
     return SampleTask(
         name,
         lambda task: None,
@@ -63,6 +63,7 @@ def draw(name, tokens=100, batch=1, prompt=0, version=0, units=0, cache=None):
         batch=batch,
         units=units,
         version=version,
+        published_us=published_us,
         about=None,
         cache=cache,
     )
@@ -154,9 +155,18 @@ def test_new_weights_are_taken_in_once_and_a_load_brings_them(clock):
     engine.run([draw("c", 10, version=1)])
     clock.until(30_000)
     engine.loaded()
-    engine.run([draw("d", 10, version=2)])
+    engine.run([draw("d", 10, version=2, published_us=29_000)])
     clock.until(100_000)
     assert clock.ended == [("a", 1100), ("b", 5000 + 3000 + 1100), ("c", 21_100), ("d", 31_100)]
+
+
+def test_weights_that_are_newer_than_the_load_are_taken_in(clock):
+    engine = sampler(clock, bytes=3_000_000)
+    clock.until(1000)
+    engine.loaded()
+    engine.run([draw("a", 10, version=5, published_us=2000)])
+    clock.until(100_000)
+    assert clock.ended == [("a", 1000 + 3000 + 1100)]
 
 
 def test_a_sampler_has_nothing_to_copy_out(clock):

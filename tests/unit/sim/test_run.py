@@ -7,8 +7,9 @@ from plexrl.scheduler import Policy
 from plexrl.scheduler.costs import ServiceModel
 from plexrl.sim.generate import job as drawn
 from plexrl.sim.named import POLICIES
+from plexrl.sim.nodes import gpus_of
 from plexrl.sim.program import GAP_US
-from plexrl.sim.run import alone_in, gpus_of, run
+from plexrl.sim.run import alone_in, run
 from plexrl.sim.workload import Cluster, Recorded, RecordedCall, Stalls, Workload
 from plexrl.types import BadInput, CallKind, GpuRole, Role
 from tests.unit.sim.small import MS, PLAIN, SWITCH, S, job, sample, train, workload
