@@ -17,7 +17,7 @@ def test_every_grant_is_the_references(order, virtual):
     Checked.decisions = Checked.blocked = Checked.starved = 0
     for seed in range(12):
         live(Random(seed), order, virtual)
-    assert Checked.decisions > 500 and Checked.blocked > 100 and Checked.starved > 100
+    assert Checked.decisions > 500 and Checked.blocked > 100 and Checked.starved > 20
 
 
 def live(random: Random, order: str, virtual: bool) -> None:

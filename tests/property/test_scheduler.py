@@ -251,6 +251,7 @@ class Pool(RuleBasedStateMachine):
         for engine in engines:
             while len(engine.running) > 1:
                 pool.finish(engine.running[0])
+        self.note_placed()
         gpus = {gpu for engine in engines for gpu in engine.gang.gpus}
         for name in sorted({e.gang.group for e in pool.engines.values() if gpus & set(e.gang.gpus)} - {group}):
             if self.groups[name].role is Role.SAMPLE:

@@ -46,9 +46,9 @@ class Engine:
     """What is true of one gang.
 
     running: calls under way. unreported: calls that ended, which the scheduler was not told yet. partial: paused calls
-    whose drawn tokens are here. served: whose call ended last. order: what it was told and has not answered. leaving:
-    the order's victims that live. unsure: its way off the device was broken off, and the scheduler cannot know how far
-    it came.
+    whose drawn tokens are here. order: what it was told and has not answered. leaving: the order's victims that live.
+    owner: its class; served: that of the call that ended last. unsure: its way off the device was broken off, and the
+    scheduler cannot know how far it came.
     """
 
     gang: Gang
@@ -62,14 +62,15 @@ class Engine:
     leaving: list[str] = field(default_factory=list)
     pausing: bool = False
     moving: Relocate | None = None
-    served: str = ""
+    owner: JobClass = JobClass.NORMAL
+    served: JobClass | None = None
     unsure: bool = False
 
     def die(self) -> None:
         """Its processes are gone, and all that they held."""
         self.built = self.on_device = self.pausing = False
         self.order = self.moving = None
-        self.served, self.unsure = "", False
+        self.served, self.unsure = None, False
         for calls in (self.running, self.unreported, self.partial, self.leaving):
             calls.clear()
 
@@ -98,6 +99,7 @@ class Executor:
         self.requests: dict[str, dict[str, GroupSpec]] = {}
         self.relocated: dict[str, Relocate] = {}
         self.calls: dict[str, Call] = {}
+        self.kinds: dict[str, JobClass] = {}
         self.outstanding: dict[str, Call] = {}
         self.ended: dict[str, str] = {}
         self.started: list[str] = []
@@ -170,7 +172,7 @@ class Executor:
         gangs = tuple(Gang(f"{group}/{i}", group, tuple(row), (extent,) * len(row)) for i, row in enumerate(rows))
         actions = self.scheduler.restore(self.now, Placement(group, gangs), spec, resident)
         for gang in gangs:
-            self.engines[gang.id] = Engine(gang, spec, built=True, on_device=resident)
+            self.engines[gang.id] = Engine(gang, spec, True, resident, owner=self._kind(owner))
         self.do(actions)
 
     def request(self, job: str, specs: Sequence[GroupSpec]) -> None:
@@ -213,6 +215,7 @@ class Executor:
         )
         actions = self.scheduler.submit(self.now, call)
         self.calls[call.id] = self.outstanding[call.id] = call
+        self.kinds[call.id] = self._kind(call.job)
         if self.ended.get(call.id) == "dropped":
             del self.ended[call.id]
         self.do(actions)
@@ -223,7 +226,7 @@ class Executor:
         engine = next(e for e in self.engines.values() if call in e.running + e.unreported)
         (engine.running if call in engine.running else engine.unreported).remove(call)
         self._end(call, "done")
-        engine.served = self.calls[call].job
+        engine.served = self.kinds[call]
         self.watch.finished(self.calls[call])
         self.do(self.scheduler.finished(self.now, call, units))
 
@@ -265,7 +268,7 @@ class Executor:
             old = self.engines[gang.id]
             old.moving = None
             if ok:
-                self.engines[gang.id] = Engine(gang, old.spec)
+                self.engines[gang.id] = Engine(gang, old.spec, owner=old.owner)
         self.do(self.scheduler.relocated(self.now, order.group, ok))
 
     def lose(self, engine: Engine, random: Random) -> None:
@@ -382,7 +385,10 @@ class Executor:
             for gpu in gang.gpus:
                 role = self.roles.get(gpu, GpuRole.ANY)
                 assert role is GpuRole.ANY or role.value == spec.role.value, f"{gang.id} is on {gpu}, a GPU to {role}"
-            self.engines[gang.id] = Engine(gang, spec)
+            self.engines[gang.id] = Engine(gang, spec, owner=self._kind(spec.owner))
+
+    def _kind(self, job: str) -> JobClass:
+        return self.tenants.get(job, Tenant(job=job)).kind
 
     def _leave(self, victim: str) -> None:
         for engine in self.engines.values():
@@ -443,6 +449,7 @@ class Executor:
         assert old is not new and old.gang.group == new.gang.group, f"not two replicas of a group: {action}"
         assert new.built and action.calls, f"gathered on an engine that is not: {action}"
         for call in action.calls:
+            assert call in old.partial, f"{action.gang} has nothing of {call} that {action.to} could take over"
             old.partial.remove(call)
             new.partial.append(call)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from plexrl.scheduler import Build, Prefetch, Switch, Turn
-from plexrl.types import Call, CallKind, Gang, JobClass, Residency, Role, SpanClass, Tenant
+from plexrl.types import Call, CallKind, Gang, JobClass, Residency, Role, SpanClass
 
 if TYPE_CHECKING:
     from tests.unit.scheduler.executor import Engine, Executor
@@ -245,8 +245,7 @@ class Watch:
         pool = self.pool
         state = pool.scheduler.gangs.get(engine.gang.id)
         calls = [*engine.running, *engine.unreported, *(state.queue if state else ())]
-        jobs = {pool.calls[call].job for call in calls} or {engine.served or engine.spec.owner}
-        kinds = {pool.tenants.get(job, Tenant(job=job)).kind for job in jobs}
+        kinds = {pool.kinds[call] for call in calls} or {engine.served or engine.owner}
         return next(kind for kind in KINDS if kind in kinds)
 
     def _share(self, one: Engine, other: Engine) -> bool:
