@@ -21,7 +21,8 @@ from msgspec import Struct
 from plexrl.types import GpuRole, JobClass, Role
 
 if TYPE_CHECKING:
-    from plexrl.scheduler.seats import Node, Want
+    from plexrl.scheduler.seats import Node
+    from plexrl.scheduler.want import Want
 
 ONE = 1_000_000
 ALIGN = 64  # bytes; a tensor off this boundary gives other bits

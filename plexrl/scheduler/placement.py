@@ -12,7 +12,8 @@ from itertools import chain, islice
 from typing import Protocol
 
 from plexrl.scheduler.load import ALIGN, CLASSES, ONE, Card, Placed, bounds, share
-from plexrl.scheduler.seats import FITS, NEAR, Node, Rank, Seats, Want, fill, heap, refusal, spread
+from plexrl.scheduler.seats import Node, Seats
+from plexrl.scheduler.want import FITS, NEAR, Want, rank_of, refusal, spread
 from plexrl.types import BadInput, DoesNotFit, Extent, Gang, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
 BETTER = 0.8  # a place is clearly better if its predicted stretch is at most this share of today's (ours)
@@ -269,7 +270,7 @@ class Floor:
         for card in own:
             partners |= dict.fromkeys(card.duties)
         near = dict.fromkeys(card.node for card in own)
-        rank = self._rank(policy.placement)
+        rank = rank_of(policy.placement, self.virtual)
         if rank is spread:  # the nodes of the job and of its partners, a few
             cards = chain.from_iterable(self._jobs.get(job, ()) for job in partners)
             near = dict.fromkeys(islice(dict.fromkeys(card.node for card in cards), NEAR))
@@ -291,11 +292,6 @@ class Floor:
             taken={},
             avoid=avoid,
         )
-
-    def _rank(self, placement: str) -> Rank:
-        if placement.startswith("spread"):
-            return spread
-        return heap if placement == "pack" and self.virtual else fill
 
     def _put(self, gang: Gang, home: Home) -> None:
         job, kind = home.tenant.job, home.tenant.kind

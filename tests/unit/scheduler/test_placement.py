@@ -152,6 +152,18 @@ def test_host_memory_is_a_budget_of_the_node():
     assert len(gpus(choose(floor, spec("seven", "1", 7, host_bytes=30), "pack"))[0]) == 7
 
 
+def test_a_node_that_is_over_its_budget_since_a_restart_takes_nothing_more():
+    floor = pool(2, 4, hosts={"n0": 10})
+    before = choose(pool(1, 4), spec("old", "1", 3, host_bytes=10), "pack")
+    floor.occupy(before, spec("old", "1", 3, host_bytes=10), Tenant(job="1"))
+    assert floor.host_used("n0") == 30
+    assert gpus(choose(floor, spec("new", "1", 2, host_bytes=10), "pack"))[0][0] == "n1:0"
+    assert len(gpus(choose(floor, spec("four", "2", 4, host_bytes=10), "pack"))[0]) == 4
+    with pytest.raises(DoesNotFit, match="1 nodes are short"):
+        choose(floor, spec("five", "2", 5, host_bytes=10), "pack")
+    choose(floor, spec("sampler", "2", 8), "pack")
+
+
 @pytest.mark.parametrize(("virtual", "offset"), [(True, 0), (False, None)])
 def test_a_place_with_other_kinds_of_addresses_is_refused(virtual, offset):
     floor = Floor(GPUS, virtual=virtual)
