@@ -314,14 +314,14 @@ class Executor:
             if what == "finish" or {"order": engine.order, "pause": engine.pausing, "move": engine.moving}[what]
         ]
 
-    def step(self, random: Random) -> bool:
-        """Some engine answers something. False if none had anything to answer."""
+    def step(self, random: Random, faults: float = 0.04) -> bool:
+        """Some engine answers something, switches and builds fail now and then. False if none had anything to answer."""
         choices = self.choices()
         if not choices:
             return False
         what, engine, call = random.choice(choices)
         if what == "order":
-            self.answer(engine, ok=random.random() > 0.04)
+            self.answer(engine, ok=random.random() >= faults)
         elif what == "pause":
             self.pause(engine, [call for call in engine.running if random.random() < 0.9])
         elif what == "move":
