@@ -315,7 +315,7 @@ class Executor:
         ]
 
     def step(self, random: Random, faults: float = 0.04) -> bool:
-        """Some engine answers something, switches and builds fail now and then. False if none had anything to answer."""
+        """Some engine answers; switches and builds fail now and then. False if none had anything to answer."""
         choices = self.choices()
         if not choices:
             return False
