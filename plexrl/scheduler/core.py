@@ -394,6 +394,7 @@ class Core:
         if turn.phase in (Phase.OPEN, Phase.PAUSING) and turn.ran:
             end = self.now if turn.drained_us is None else turn.drained_us
             state.service.observe(max(0, end - turn.opened_us))
+            state.fruitless = 0 if turn.fruitful else state.fruitless + 1
         for member in (state, *turn.peers):
             if member.arrival and member.arrival.turn is turn:
                 member.arrival.turn = None
@@ -517,6 +518,12 @@ class Core:
         if victims is not None:
             self._grant(waiter, victims, "backfill", shadow - both // 2)
 
+    def _may_begin(self, waiter: Waiter, rank: int) -> bool:
+        """Whether a scavenger's end would let the waiter begin: one that waits for others' turns too is no reason."""
+        if rank != SCAVENGER:
+            return True
+        return all(gpu in self.free or self.held[gpu].rank == SCAVENGER for gpu in waiter.gpus)
+
     def _owed(self, waiter: Waiter) -> bool:
         """Whether a reservation waits for nothing but turns that went ahead of it."""
         return all(gpu in self.free or self.held[gpu].limit_us is not None for gpu in waiter.gpus)
@@ -538,7 +545,8 @@ class Core:
         )
         best = NORMAL
         if line.ranks[0] or turn.rank == SCAVENGER or line.ranks[SCAVENGER]:
-            best = min(waiter.rank for gpu in turn.gpus for waiter in line.on[gpu].values())
+            ranks = (w.rank for gpu in turn.gpus for w in line.on[gpu].values() if self._may_begin(w, turn.rank))
+            best = min(ranks, default=SCAVENGER)
         owed = False
         if turn.limit_us is not None:
             reserved = {id(w): w for gpu in turn.gpus if (w := line.reserved.get(gpu)) is not None}

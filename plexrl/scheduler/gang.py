@@ -52,6 +52,7 @@ class GangState:
     OFFLOADING without one means that it was broken off: not usable, its bytes may be there. peers, reach: the other
     gangs that a union turn for its first call would hold, and all the GPUs then. seqs: deployment -> [outstanding
     training calls, newest seq]. moving: it is being placed anew. ranks: how many of its calls are of each class.
+    fruitless: turns since one in which a call ended.
 
     Learnt: switch: coming in, victims' leaving included. finished_us, last: when which kind of call ended last. think:
     by that kind, the time until the next call. service: a turn's length. cycle: from a forward_backward to its
@@ -87,6 +88,7 @@ class GangState:
     busy_us: int = 0
     idle_us: int = 0
     steps: int = 0
+    fruitless: int = 0
     moving: bool = False
     ranks: list[int] = field(default_factory=lambda: [0, 0, 0])
 

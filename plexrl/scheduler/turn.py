@@ -45,10 +45,11 @@ class OpenTurn:
     gpus: those of the gang, and of its peers in a union turn. peer: the other group of a union turn. job: who pays for
     the switch and for keeping. rank: of the class that it works for. to_load: gangs that still have to come in.
     switch_us: what the switch that began it took. limit_us: when it must have ended for a reservation that it went
-    ahead of. drained_us: since when there is nothing to run. gradients: deployment -> end of its last forward_backward
-    that no optim_step has followed yet. cycle_us: when the cycle began that leads to the next optim_step. cycles: how
-    many have ended. deadline, why: when a tick is due for it, and what ends it then; None while nothing bounds it.
-    gather: where its samples go when it has paused. looked: nobody new could be prefetched beside it. use: as metered.
+    ahead of. ran, fruitful: a call has begun, has ended. drained_us: since when there is nothing to run. gradients:
+    deployment -> end of its last forward_backward that no optim_step has followed yet. cycle_us: when the cycle began
+    that leads to the next optim_step. cycles: how many have ended. deadline, why: when a tick is due for it, and what
+    ends it then; None while nothing bounds it. gather: where its samples go when it has paused. looked: nobody new
+    could be prefetched beside it. use: as metered.
     """
 
     state: GangState
@@ -64,6 +65,7 @@ class OpenTurn:
     switch_us: int = 0
     limit_us: int | None = None
     ran: bool = False
+    fruitful: bool = False
     drained_us: int | None = None
     gradients: dict[str, int] = field(default_factory=dict)
     cycle_us: int | None = None
@@ -103,7 +105,7 @@ class OpenTurn:
     def note_finished(self, now: int, entry: Entry) -> None:
         """Remember for whom the turn would be kept, and whether gradients are live."""
         call = entry.call
-        self.job, self.rank = call.job, entry.rank
+        self.job, self.rank, self.fruitful = call.job, entry.rank, True
         if call.kind is CallKind.FORWARD_BACKWARD:
             self.gradients[call.deployment] = now
         elif call.kind in (CallKind.OPTIM_STEP, CallKind.LOAD_STATE):
@@ -114,8 +116,10 @@ class OpenTurn:
                 self.cycles += 1
 
     def full_us(self, policy: Policy) -> int:
-        """When its quantum is over."""
-        return self.opened_us + max(policy.quantum_us, int(policy.min_turn_factor * self.switch_us))
+        """When its quantum is over. It is doubled after each turn in which no call ended, up to 64 times (ours): what
+        an engine computes again after a switch may be all that a quantum has time for."""
+        quantum = policy.quantum_us << min(self.state.fruitless, 6)
+        return self.opened_us + max(quantum, int(policy.min_turn_factor * self.switch_us))
 
     def ends_before(self, now: int, policy: Policy) -> bool:
         """Whether the next call begins a cycle that would outlast the quantum: better stop where nothing moves."""
