@@ -307,7 +307,7 @@ class Pool(RuleBasedStateMachine):
     @rule(seed=seeds)
     def fault(self, seed):
         random = Random(seed)
-        random.choices([self.lose, self.remove, self.head_restarts, self.late], [5, 1, 1, 5])[0](random)
+        random.choices([self.lose, self.remove, self.head_restarts, self.late], [5, 3, 1, 5])[0](random)
         self.note_placed()
 
     def lose(self, random):

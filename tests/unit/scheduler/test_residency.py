@@ -159,7 +159,7 @@ def test_who_leaves_the_queue_lets_those_behind_in():
 
 
 def test_live_gradients_are_not_moved_unless_the_quantum_asks_for_it():
-    """Two loops with a second between forward_backward and optim_step: switches come after optim_step, when they can."""
+    """Two loops with a second between forward_backward and optim_step: switches come after optim_step."""
     ex = virtual(quantum_us=30 * S, gradient_anticipation_us=3 * S)
     player = Player(ex, switch_us=2 * S)
     last: dict[str, CallKind] = {}
