@@ -102,6 +102,26 @@ def test_a_foreign_job_id_is_not_believed(pool):
     assert f"job {job} is not of uid" in done.stderr
 
 
+def test_why_a_job_waits_is_told_to_itself_and_to_the_pools_account(pool):
+    """Inside the job by its environment; from outside to root and the service account, and not to its own user."""
+    said = f"{pool.programs.parent / 'venv' / 'bin' / 'plexrl'} explain && sleep 60"
+    options = ["--parsable", f"--plexrl-pool={POOL}", "--output=%j.out", f"--wrap={said}"]
+    job = int(pool.cluster.run("alice", ["sbatch", *options]).stdout)
+    pool.wait_until("the job is told", lambda: f"{job}.0" in pool.output("alice", job))
+    for user in ("root", "plexrl"):
+        pool.wait_until("the head has said so", lambda u=user: _explained(pool, job, u).returncode == 0)
+        assert f"{job}.0" in _explained(pool, job, user).stdout
+    for user in ("alice", "bob"):
+        refused = _explained(pool, job, user)
+        assert refused.returncode == 2 and not refused.stdout
+        assert "only root and the account of a pool" in refused.stderr
+    pool.cluster.slurm().cancel(job)
+
+
+def _explained(pool: Site, job: int, user: str) -> subprocess.CompletedProcess[str]:
+    return pool.plexrl("explain", str(job), user=user, check=False)
+
+
 def test_an_account_that_may_not_use_the_model_is_told_so(pool):
     job = pool.submit("carol", "sft.py", "--steps", "1")
     pool.wait_until("the job ends", lambda: pool.state_of(job) not in ("PENDING", "RUNNING", "COMPLETING"))
