@@ -551,7 +551,8 @@ class Core:
         if turn.limit_us is not None:
             reserved = {id(w): w for gpu in turn.gpus if (w := line.reserved.get(gpu)) is not None}
             owed = any(self._owed(waiter) for waiter in reserved.values())
-        return Others(best, answered, self.budget.next_us(self.now), owed)
+        idle = any(gpu in line.reserved for gpu in turn.gpus)
+        return Others(best, answered, self.budget.next_us(self.now), owed, idle)
 
     def _bound(self, turn: OpenTurn) -> None:
         """Say again until when the turn lasts."""

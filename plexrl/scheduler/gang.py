@@ -212,10 +212,11 @@ class GangState:
     def next_use(self, now: int) -> int:
         """When it is expected to be wanted again, for the choice of victims.
 
-        By its think times; unseen, as far ahead as it has been unused already, which makes it least recently used.
+        By its think times; unseen, as far ahead as it has been unused already, which makes it least recently used. Who
+        waits goes late, and last of all who would have to compute again what it has begun.
         """
         if self.queue or self.active:
-            return now
+            return now - len(self.begun)
         think = self.think.get(self.last) if self.last else None
         if think and think.count and self.finished_us is not None:
             expected = self.finished_us + think.mean

@@ -24,7 +24,8 @@ class Policy(Struct, frozen=True, kw_only=True):
         known; and, with the cost of a switch, the longest that it is kept then.
     gradient_anticipation_us: the same between forward_backward and optim_step, when gradients are live and a switch
         would move the most; also the longest that a turn may overrun its quantum to reach that optim_step.
-    quantum_us: the longest turn while others wait.
+    quantum_us, sample_quantum_us: the longest turn of a trainer, of a sampler while others wait. A sampler that leaves
+        the device computes its prefixes again, so it is not broken off for another sampler as soon.
     min_turn_factor: a turn is not preempted before this many times the cost of the switch that began it.
     starvation_us: after so long a wait a gang goes before all that wait less long, in order of arrival. Scavengers do
         not starve: they are promised nothing.
@@ -47,6 +48,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     anticipation_us: int = 50_000
     gradient_anticipation_us: int = 1_000_000
     quantum_us: int = 20_000_000
+    sample_quantum_us: int = 120_000_000
     min_turn_factor: float = 3.0
     starvation_us: int = 300_000_000
     half_life_us: int = 7 * 86_400_000_000
@@ -67,7 +69,7 @@ class Policy(Struct, frozen=True, kw_only=True):
             raise BadInput(f"unknown placement {self.placement!r}", f"Use one of {', '.join(PLACEMENTS)}")
         if self.order not in ORDERS:
             raise BadInput(f"unknown order {self.order!r}", f"Use one of {', '.join(ORDERS)}")
-        for name in ("quantum_us", "starvation_us", "half_life_us", "switch_bytes_per_us"):
+        for name in ("quantum_us", "sample_quantum_us", "starvation_us", "half_life_us", "switch_bytes_per_us"):
             if getattr(self, name) <= 0:
                 raise BadInput(f"{name} is {getattr(self, name)}", "Give more than zero")
         for name in ("anticipation_us", "gradient_anticipation_us", "min_turn_factor", "interactive_switches_per_hour"):

@@ -21,12 +21,14 @@ class Others(NamedTuple):
 
     best: the best class among them. answered: its job's next call is theirs, and nobody else waits. preempt_us: from
     when on an interactive one may break it off. owed: a reservation that it went ahead of waits for nothing but it.
+    idle: GPUs are kept free for a gang that waits for this turn.
     """
 
     best: int
     answered: bool
     preempt_us: int
     owed: bool
+    idle: bool
 
 
 class Phase(StrEnum):
@@ -116,10 +118,19 @@ class OpenTurn:
                 self.cycles += 1
 
     def full_us(self, policy: Policy) -> int:
-        """When its quantum is over. It is doubled after each turn in which no call ended, up to 64 times (ours): what
-        an engine computes again after a switch may be all that a quantum has time for."""
-        quantum = policy.quantum_us << min(self.state.fruitless, 6)
-        return self.opened_us + max(quantum, int(policy.min_turn_factor * self.switch_us))
+        """When its quantum is over.
+
+        A sampler's is doubled after each turn in which no call ended, up to 64 times (ours): to compute again what it
+        had drawn before it left the device may take all that a quantum has time for.
+        """
+        quantum = policy.quantum_us
+        if not self.state.trains:
+            quantum = policy.sample_quantum_us << min(self.state.fruitless, 6)
+        return max(self.opened_us + quantum, self.least_us(policy))
+
+    def least_us(self, policy: Policy) -> int:
+        """When it has lasted long enough for the switch that began it (rule 10)."""
+        return self.opened_us + int(policy.min_turn_factor * self.switch_us)
 
     def ends_before(self, now: int, policy: Policy) -> bool:
         """Whether the next call begins a cycle that would outlast the quantum: better stop where nothing moves."""
@@ -154,6 +165,9 @@ class OpenTurn:
     def ends_at(self, policy: Policy, others: Others) -> tuple[int, str]:
         """When the turn must end, or be paused, for those who wait for its GPUs, and why then."""
         end, why = self.full_us(policy), "quantum"
+        if others.idle and not self.state.trains and self.limit_us is None:
+            # Samples stop and go on at any token: no reason to let GPUs idle until the quantum is over.
+            end, why = min(end, self.least_us(policy)), "gang"
         if self.gradients and policy.natural_ends:
             # Its natural end is after optim_step, when no gradients need to move: give it the time to get there.
             end = max(end, min(end, max(self.gradients.values())) + policy.gradient_anticipation_us)
