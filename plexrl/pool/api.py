@@ -442,7 +442,10 @@ class Api:
         return commands.Done(content_type=ended.content_type, body=ended.body, headers=ended.headers)
 
     def _why(self, peer: Peer, entry: Entry) -> str:
-        return self._told(peer, entry.id) if entry.accepted is not None else ""
+        if entry.accepted is not None:
+            return self._told(peer, entry.id)
+        model = self._book.models.get(entry.id.rpartition(":")[0])
+        return self._told(peer, peer.job) if model and model.created.group in self._groups.asked else ""
 
     async def _explain(self, peer: Peer, command: commands.Explain) -> commands.Explained:
         return commands.Explained(job=peer.job, text=self._told(peer, peer.job))

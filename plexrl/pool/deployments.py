@@ -44,7 +44,10 @@ class Deployments:
         init_optimizer: bool = False,
         promise: str = "create_model",
     ) -> commands.Promise:
-        """Place the deployment and promise it. Raises ApiError when it does not fit or the job has too many."""
+        """Promise the deployment, and place it now or when there is room.
+
+        Raises ApiError when it would not fit the empty pool or the job has too many.
+        """
         core = self._core
         mine = [x for x in core.book.models.values() if x.created.job == peer.job and not x.ended]
         if len(mine) >= core.config.limits.models_per_job:
@@ -52,8 +55,12 @@ class Deployments:
                 400, f"this job has {len(mine)} models, the most that limits.models_per_job allows", "Unload one"
             )
         kind = "full" if lora_rank is None else "lora"
+        owner = model if kind == "full" else ""
         try:
-            group = self._groups.ensure(base, Role.TRAIN, kind, model if kind == "full" else "", peer.job)
+            try:
+                group = self._groups.ensure(base, Role.TRAIN, kind, owner, peer.job)
+            except DoesNotFit:
+                group = self._groups.ask(base, kind, owner, peer.job)
         except DoesNotFit as error:
             raise ApiError(400, error.what, error.mend) from error
         await core.commit(
@@ -82,6 +89,8 @@ class Deployments:
 
     def start(self, model: Model) -> None:
         """Make the deployment on its gang as soon as that is built."""
+        if model.created.group in self._groups.asked:
+            return
         (gang,) = self._groups.gangs(model.created.group)
         if self._gang_up.get(gang.id):
             self._core.spawn(self._create(model))
@@ -152,6 +161,15 @@ class Deployments:
         for name in set(hello.deployments) - {model.id for model in live}:
             self._core.spawn(self._close(self._core.book.models[name]))
 
+    def ask_again(self) -> None:
+        """Ask a new scheduler for the places that models wait for."""
+        for model in self._core.book.models.values():
+            created = model.created
+            if not model.ended and created.group not in self._core.book.groups:
+                kind = "full" if created.lora_rank is None else "lora"
+                owner = model.id if kind == "full" else ""
+                self._groups.ask(created.base, kind, owner, created.job, created.group)
+
     def finish_ends(self) -> None:
         """End what the last head had begun to end: models of sessions and jobs that are over, groups without models."""
         book = self._core.book
@@ -161,10 +179,10 @@ class Deployments:
                 self._core.spawn(self.end_session(name, job.ended))
         for model in list(book.models.values()):
             session = book.sessions[model.created.session]
-            group = book.groups[model.created.group]
+            group = book.groups.get(model.created.group)
             if session.ended and not model.ended:
                 self._core.spawn(self.end_model(model, f"its session ended ({session.ended})"))
-            elif model.ended and not group.ended and group.placed.kind == "full":
+            elif model.ended and group and not group.ended and group.placed.kind == "full":
                 self._core.spawn(self._close(model))
 
     def _unborn(self, model: Model) -> bool:
@@ -241,7 +259,7 @@ class Deployments:
         if model.ended:
             return
         await core.commit(records.ModelEnded(now_us=core.now_us(), model=model.id, reason=reason, lost=lost))
-        for call_id in list(model.held.values()):
+        for call_id in [f"{model.id}:0", *model.held.values()]:
             core.fail(call_id, f"model {model.id} ended: {reason}", "server")
         for call in self._open_calls(model):
             self._turns.cancel(call, f"model {model.id} ended: {reason}", "server")

@@ -2,7 +2,12 @@
 
 import asyncio
 import logging
+import math
 import secrets
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from msgspec import structs
 
 from plexrl.config.schema import Model as ModelConfig
 from plexrl.engines import noop, sizing
@@ -11,7 +16,20 @@ from plexrl.pool.book import Group, Model, Version
 from plexrl.pool.core import Core
 from plexrl.pool.links import OrderFailed
 from plexrl.pool.profiles import Profiles
-from plexrl.types import BadInput, Gang, GroupSpec, PlexrlError, Role, Slab, Unavailable, records
+from plexrl.scheduler import Action
+from plexrl.types import (
+    BadInput,
+    DoesNotFit,
+    Gang,
+    GroupSpec,
+    JobClass,
+    Placement,
+    PlexrlError,
+    Role,
+    Slab,
+    Unavailable,
+    records,
+)
 
 log = logging.getLogger("plexrl.head")
 _BUILD_S = 600.0
@@ -23,14 +41,27 @@ def node_of(gpu: str) -> str:
     return gpu.rpartition(":")[0]
 
 
+class Asked(NamedTuple):
+    """A group that is to be placed. model: the owning deployment of a full-parameter one, else ""."""
+
+    spec: GroupSpec
+    base: str
+    kind: str
+    model: str
+
+
 class Groups:
-    """The worker groups of a pool and what is on them."""
+    """The worker groups of a pool and what is on them. asked: those that wait for a place, by id."""
+
+    perform: Callable[[Iterable[Action]], None]
+    """Carries out the scheduler's actions; set by who can."""
 
     def __init__(self, core: Core, profiles: Profiles):
         self._core = core
         self._profiles = profiles
         self._built: dict[str, asyncio.Future] = {}
         self._builds: dict[str, str] = {}  # gang -> which life of it is ours
+        self.asked: dict[str, Asked] = {}
         self.hosts: dict[str, m.HostHello] = {}
         self.attached: dict[str, set[str]] = {}
 
@@ -52,16 +83,88 @@ class Groups:
     def ensure(self, base: str, role: Role, kind: str, model: str, owner: str) -> str:
         """The id of the group for this use, placed now if there is none yet; the scheduler then wants a tick.
 
-        model: the owning deployment of a full-parameter group, else "". Raises DoesNotFit, BadInput.
+        model: the owning deployment of a full-parameter group, else "". Where a trainer was let in, its samplers are
+        placed if their bytes fit, however loaded the GPUs are. Raises DoesNotFit, BadInput.
         """
         found = self.find(base, role, kind, model, owner)
         if found is not None:
             return found.placed.spec.group
         core = self._core
-        config = core.config.models[base]
+        spec = self._spec(base, role, kind, owner, self._name(base, role, kind))
+        try:
+            placement, actions = core.scheduler.place(core.now_us(), spec), []
+        except DoesNotFit:
+            if role is Role.TRAIN or self.find(base, Role.TRAIN, kind, model, owner) is None:
+                raise
+            placement, actions = self._squeeze(spec)
+        self._keep(Asked(spec, base, kind, model), placement)
+        self.perform(actions)
+        return spec.group
+
+    def ask(self, base: str, kind: str, model: str, owner: str, group: str = "") -> str:
+        """A trainer that finds no place now waits for one; its id. `placed` ends the wait, `withdraw` gives it up.
+
+        group: its id, when a new head asks again. Raises DoesNotFit when the empty pool would be too small.
+        """
+        core = self._core
+        group = group or self._name(base, Role.TRAIN, kind)
+        spec = self._spec(base, Role.TRAIN, kind, owner, group)
+        actions = core.scheduler.request(core.now_us(), owner, [spec])
+        self.asked[group] = Asked(spec, base, kind, model)
+        self.perform(actions)
+        return group
+
+    def placed(self, placements: Iterable[Placement]) -> None:
+        """Groups that were asked for have their places."""
+        for placement in placements:
+            self._keep(self.asked.pop(placement.group), placement)
+
+    def withdraw(self, group: str) -> None:
+        """Nobody wants the group any more for which a place was asked."""
+        core = self._core
+        gone = self.asked.pop(group, None)
+        if gone is None:
+            return
+        owner = gone.spec.owner
+        self.perform(core.scheduler.withdraw(core.now_us(), owner))
+        for asked in [asked for asked in self.asked.values() if asked.spec.owner == owner]:
+            self.perform(core.scheduler.request(core.now_us(), owner, [asked.spec]))
+
+    def _keep(self, asked: Asked, placement: Placement) -> None:
+        self._core.commit(
+            records.GroupPlaced(
+                now_us=self._core.now_us(),
+                spec=asked.spec,
+                placement=placement,
+                base=asked.base,
+                kind=asked.kind,
+                model=asked.model,
+            )
+        )
+
+    def _squeeze(self, spec: GroupSpec) -> tuple[Placement, list[Action]]:
+        """Place a group whatever stretch that predicts. Raises DoesNotFit for its bytes."""
+        core = self._core
+        scheduler, now_us = core.scheduler, core.now_us()
+        anyhow = structs.replace(scheduler.policy, max_stretch=dict.fromkeys(JobClass, math.inf))
+        placement = scheduler.floor.choose(spec, anyhow, scheduler.tenant(spec.owner))
+        # The scheduler takes up a group that has its place as one whose engines are gone, and builds them.
+        scheduler.floor.vacate(spec.group)
+        actions = scheduler.restore(now_us, placement, spec, resident=False)
+        for gang in placement.gangs:
+            actions += scheduler.lost(now_us, gang.id) + scheduler.rebuild(now_us, gang.id)
+        return placement, actions
+
+    def _name(self, base: str, role: Role, kind: str) -> str:
+        book = self._core.book
+        known = {*book.groups, *self.asked, *(model.created.group for model in book.models.values())}
+        return f"{base.replace('/', '_')}.{kind}.{role}.{len(known) + 1}"
+
+    def _spec(self, base: str, role: Role, kind: str, owner: str, group: str) -> GroupSpec:
+        config = self._core.config.models[base]
         sizes = self._sizes(config, role, kind)
-        spec = GroupSpec(
-            group=f"{base.replace('/', '_')}.{kind}.{role}.{len(core.book.groups) + 1}",
+        return GroupSpec(
+            group=group,
             role=role,
             owner=owner,
             gang_size=config.train.gpus if role is Role.TRAIN else 1,
@@ -70,11 +173,6 @@ class Groups:
             host_bytes=self._host_bytes(config, role, kind),
             duty=self._profiles.duty(self._profiles.key(base, role, kind, owner)),
         )
-        placement = core.scheduler.place(core.now_us(), spec)
-        core.commit(
-            records.GroupPlaced(now_us=core.now_us(), spec=spec, placement=placement, base=base, kind=kind, model=model)
-        )
-        return spec.group
 
     def gangs(self, group: str) -> tuple[Gang, ...]:
         """The gangs of a group."""
@@ -303,7 +401,10 @@ class Groups:
     async def close(self, model: Model) -> list[str]:
         """Take an ended deployment off its gang and free its memory; retire groups that served it alone: their ids."""
         core, created = self._core, model.created
-        group = core.book.groups[created.group]
+        self.withdraw(created.group)
+        group = core.book.groups.get(created.group)
+        if group is None:
+            return []
         for version in core.book.model_versions(model.id):
             await self.drop_version(version)
         full = group.placed.kind == "full"

@@ -303,6 +303,7 @@ class Head:
         await asyncio.gather(*(self._groups.kill(gang) for gang in gangs if gang not in there))
         for placed in groups.values():
             self._turns.perform(core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident))
+        self._deployments.ask_again()
         self._drop_lost_versions()
         for gang, outcome in outcomes:
             self._turns.outcome(gang, outcome)

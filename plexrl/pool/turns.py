@@ -18,7 +18,7 @@ from plexrl.pool.decisions import Decisions
 from plexrl.pool.groups import Groups
 from plexrl.pool.layout import meta_of
 from plexrl.pool.rules import tenant_of
-from plexrl.scheduler import Action, Build, Closed, Dropped, Gather, Pause, Prefetch, Run, Switch, Turn
+from plexrl.scheduler import Action, Build, Closed, Dropped, Gather, Pause, Placed, Prefetch, Run, Switch, Turn
 from plexrl.scheduler.turn import Phase
 from plexrl.types import Call, CallKind, Moved, PlexrlError, Unavailable, records
 
@@ -33,6 +33,7 @@ class Turns:
     def __init__(self, core: Core, groups: Groups):
         self._core = core
         self._groups = groups
+        groups.perform = self.perform
         self.decisions = Decisions()
         self._mail: dict[str, asyncio.Queue] = {}
         self._taking: dict[str, asyncio.Future] = {}  # samples on their way from one replica to another
@@ -126,7 +127,8 @@ class Turns:
         core = self._core
         core.fail(call.id, why, category)
         self._drawn.pop(call.id, None)
-        for gang in core.book.groups[call.group].placed.placement.gangs:
+        group = core.book.groups.get(call.group)
+        for gang in group.placed.placement.gangs if group else ():
             core.links.send(f"gang:{gang.id}", m.Cancel(call=call.id))
         self.perform(core.scheduler.cancel(core.now_us(), call.id))
         if call.kind is CallKind.SAMPLE:
@@ -230,6 +232,8 @@ class Turns:
                     self._post(action.gang, lambda a=action: self._pause(a))
                 case Dropped():
                     dropped += action.calls
+                case Placed():
+                    self._groups.placed(action.placements)
                 case Turn():
                     self.decisions.add(core.now_us(), action, core.scheduler)
         # Last, because a call that is submitted again brings actions of its own.
