@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plexrl.scheduler import Scheduler, Turn
+from plexrl.scheduler.costs import CALL_PRIOR_US
 from plexrl.scheduler.line import Waiter
-from plexrl.scheduler.order import service_us
 from plexrl.types import JobClass, Residency, Tenant
 
 RANK = {JobClass.INTERACTIVE: 0, JobClass.NORMAL: 1, JobClass.SCAVENGER: 2}
@@ -33,11 +33,13 @@ class Member:
 
 @dataclass
 class Waiting:
-    """A gang in line. place: the smallest goes first. members: itself, and the other gang of a union turn."""
+    """A gang in line. places: the smallest goes first; as it is not resident, and as it is. members: itself, and the
+    other gang of a union turn.
+    """
 
     gpus: tuple[str, ...]
     members: tuple[str, ...]
-    place: tuple[float, ...]
+    places: tuple[tuple[float, ...], tuple[float, ...]]
     starves: bool
     ticket: int
     scavenger: bool
@@ -67,13 +69,18 @@ class Picture:
             w.state.id: Waiting(
                 w.gpus,
                 (w.state.id, *(peer.id for peer in w.state.peers)),
-                place(s, w),
+                (place(s, w, False), place(s, w, True)),
                 starves(s, w),
                 w.ticket,
                 rank(w) == RANK[JobClass.SCAVENGER],
             )
             for w in s.line
         }
+
+    def place(self, name: str) -> tuple[float, ...]:
+        """Where a gang is in line now: one that was told to leave has a switch before it again."""
+        gang = self.gangs[name]
+        return self.line[name].places[gang.residency is Residency.DEVICE and not gang.leaving]
 
 
 def decide(p: Picture, away: Mapping[str, tuple[str, ...]]) -> tuple[list[str], dict[str, str]]:
@@ -84,7 +91,7 @@ def decide(p: Picture, away: Mapping[str, tuple[str, ...]]) -> tuple[list[str], 
     """
     granted: list[str] = []
     while True:
-        for name in sorted(p.line, key=lambda n: p.line[n].place):
+        for name in sorted(p.line, key=p.place):
             w = p.line[name]
             if not set(w.gpus) & p.free:
                 continue
@@ -107,9 +114,9 @@ def overtaken(p: Picture, began: list[str]) -> list[tuple[str, str]]:
         (name, other)
         for name, w in p.line.items()
         if w.starves and name not in began and set(w.gpus) <= p.free and room(p, w)
-        if not any(o.place < w.place and set(o.gpus) & set(w.gpus) for o in p.line.values())
+        if not any(p.place(n) < p.place(name) and set(o.gpus) & set(w.gpus) for n, o in p.line.items())
         for other in began
-        if set(w.gpus) & set(p.line[other].gpus) and p.line[other].place > w.place
+        if set(w.gpus) & set(p.line[other].gpus) and p.place(other) > p.place(name)
     ]
 
 
@@ -151,13 +158,13 @@ def room(p: Picture, w: Waiting) -> bool:
 # ---- the place in line
 
 
-def place(s: Scheduler, w: Waiter) -> tuple[float, ...]:
+def place(s: Scheduler, w: Waiter, resident: bool) -> tuple[float, ...]:
     """Starved, by arrival; class; a deadline that is near; priority; the policy's order; arrival."""
     if starves(s, w):
         return (0, w.ticket)
     state = w.state
     tenant = next((entry.tenant for entry in state.queue.values()), state.owner)
-    switch = 0 if state.residency is Residency.DEVICE else state.switch.mean
+    switch = 0 if resident else state.switch.mean
     if w.due_us is not None and s.now + s.policy.quantum_us + switch >= w.due_us:
         return (1, rank(w), 0, w.due_us, w.ticket)
     return (1, rank(w), 1, -tenant.priority, *ordered(s, w, tenant, switch), w.ticket)
@@ -166,7 +173,10 @@ def place(s: Scheduler, w: Waiter) -> tuple[float, ...]:
 def ordered(s: Scheduler, w: Waiter, tenant: Tenant, switch: int) -> tuple[float, ...]:
     """What the policy's order says: hrrs = F * (wait + service + switch) / (service + switch)."""
     user = tenant.user or tenant.job
-    service = max(service_us(w.state), switch, 1)
+    first = next((entry.call for entry in w.state.queue.values()), None)
+    told = (first.cost_us or CALL_PRIOR_US[first.kind]) if first else w.state.switch.mean
+    service = min(w.state.service.mean if w.state.service.count else told, s.policy.quantum_us)
+    service = max(service, switch, 1)
     factor = s.factor(tenant)  # a second old at most
     score = factor * (max(0, s.now - w.since_us) + service + switch) / (service + switch)
     return {

@@ -28,6 +28,7 @@ def live(random: Random, order: str, virtual: bool) -> None:
         backfill=False,
         anticipation_us=random.choice([0, 50 * MS]),
         quantum_us=random.choice([300 * MS, 5 * S]),
+        sample_quantum_us=random.choice([300 * MS, 5 * S]),
         starvation_us=random.choice([3 * S, 300 * S]),
     )
     ex = Executor(gpus, policy, virtual=virtual, kind=Checked)

@@ -53,6 +53,7 @@ def any_policy(random: Random) -> Policy:
         anticipation_us=pick([0, 50 * MS]),
         gradient_anticipation_us=pick([0, 1 * S]),
         quantum_us=pick([1, 300 * MS, 20 * S]),
+        sample_quantum_us=pick([1, 300 * MS, 20 * S]),
         min_turn_factor=pick([0, 3]),
         starvation_us=pick([1 * S, 20 * S, 300 * S]),
         half_life_us=pick([10 * S, 7 * 86_400 * S]),
@@ -470,7 +471,7 @@ def test_the_rules_hold_after_every_event(number):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=200,
+            max_examples=140,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -227,7 +227,7 @@ class Executor:
         (engine.running if call in engine.running else engine.unreported).remove(call)
         self._end(call, "done")
         engine.served = self.kinds[call]
-        self.watch.finished(self.calls[call])
+        self.watch.finished(self.calls[call], engine.gang.id)
         self.do(self.scheduler.finished(self.now, call, units))
 
     def answer(self, engine: Engine, ok: bool = True) -> None:
@@ -441,6 +441,7 @@ class Executor:
                 assert peer.on_device and not peer.order and not peer.running, f"union: {call.peer} is not there"
                 self._claim(action.gang, peer)
                 self.unions += 1
+            self.watch.ran(action.gang)
             engine.running.append(name)
             self.started.append(name)
 

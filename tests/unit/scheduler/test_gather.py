@@ -126,7 +126,7 @@ def test_the_source_dies_before_it_has_paused():
 
 
 def test_newcomers_after_the_pause_have_nothing_to_be_gathered():
-    """A sample that never ran has no partial work: it moves without a Gather that names it."""
+    """A sample that never ran has no partial work: a Gather does not name it, wherever it runs then."""
     ex = rollout()
     finish(ex, "s/0", 1)
     finish(ex, "s/1", 3)
@@ -135,7 +135,9 @@ def test_newcomers_after_the_pause_have_nothing_to_be_gathered():
     ex.submit("s", "s", SAMPLE, 101, units=1)
     ex.pause(ex.engines["s/0"])
     assert ex.last(Gather) == Gather("s/0", "s/1", (drawn,))
-    assert {"s:100", "s:101"} <= set(ex.engines["s/1"].running)
+    ex.finish("t:1")
+    ex.wait(5 * S)
+    assert {"s:100", "s:101"} <= {call for engine in ex.engines.values() for call in engine.running}
 
 
 def test_what_waits_at_a_replica_without_a_turn_goes_to_one_that_has_nothing_left():
@@ -154,7 +156,7 @@ def test_what_waits_at_a_replica_without_a_turn_goes_to_one_that_has_nothing_lef
 
 def test_a_paused_sample_does_not_go_elsewhere_without_being_gathered():
     """Its drawn tokens are in the engine of its replica, which lost its turn to a quantum."""
-    ex = pool(2, order="fifo", quantum_us=10 * S, gather_share=1)
+    ex = pool(2, order="fifo", sample_quantum_us=10 * S, gather_share=1)
     ex.put("s", Role.SAMPLE, "s", [["n1:0"], ["n1:1"]], 512, 0, resident=True)
     ex.put("t", Role.TRAIN, "t", ["n1:0"], 512, 512, resident=True)
     for seq in range(1, 5):

@@ -29,7 +29,7 @@ class Wait:
 @dataclass
 class Held:
     """A turn. cost_us: of the switch that began it, once it is over. contested_us: since when somebody waits for it.
-    ahead: it went ahead of a reservation.
+    ahead: it went ahead of a reservation. ran, fruitful: a call has begun, has ended.
     """
 
     began_us: int
@@ -37,6 +37,8 @@ class Held:
     cost_us: int = 0
     contested_us: int | None = None
     ahead: bool = False
+    ran: bool = False
+    fruitful: bool = False
 
 
 @dataclass
@@ -65,17 +67,24 @@ class Watch:
         self.starved = 0
         self.nearest = 0.0
         self.live: dict[str, str] = {}
+        self.fruitless: dict[str, int] = {}
 
     def gradients(self, group: str) -> set[str]:
         """Deployments of the group whose last forward_backward no optim_step has followed."""
         return {deployment for deployment, where in self.live.items() if where == group}
 
-    def finished(self, call: Call) -> None:
+    def finished(self, call: Call, gang: str) -> None:
         """Gradients are live from forward_backward to optim_step."""
+        if gang in self.held:
+            self.held[gang].fruitful = True
         if call.kind is CallKind.FORWARD_BACKWARD:
             self.live[call.deployment] = call.group
         elif call.kind in (CallKind.OPTIM_STEP, CallKind.LOAD_STATE):
             self.live.pop(call.deployment, None)
+
+    def ran(self, gang: str) -> None:
+        """A call began in the gang's turn."""
+        self.held[gang].ran = True
 
     def gone(self, group: str) -> None:
         """A gang of the group died, and its gradients with it."""
@@ -148,7 +157,9 @@ class Watch:
 
     def turn_ended(self, action: Turn) -> None:
         """Rule 10, and the interactive class's budget of any hour."""
-        self.held.pop(action.gang, None)
+        held = self.held.pop(action.gang)
+        if held.ran:
+            self.fruitless[action.gang] = 0 if held.fruitful else self.fruitless.get(action.gang, 0) + 1
         if action.reason == "preempted":
             self.preempted.append(self.now)
             while self.preempted[0] <= self.now - HOUR:
@@ -297,12 +308,19 @@ class Watch:
             found += near
         return len(found) - 1
 
+    def _quantum(self, engine: Engine) -> int:
+        """A sampler's is its own, and doubled after every turn in which none of its calls ended."""
+        if engine.spec.role is Role.TRAIN:
+            return self.pool.policy.quantum_us
+        return self.pool.policy.sample_quantum_us << min(6, self.fruitless.get(engine.gang.id, 0))
+
     def _slice(self) -> int:
         """Rule 9's quantum + switch + longest piece, as seen; a policy lets a turn overrun to reach its optim_step."""
         policy, longest = self.pool.policy, self.longest
         switch = max([longest.switch, *(self.now - at for at in self.asked.values())])
         piece = max([longest.piece, *(self.now - at for at in self.pauses.values())])
-        turn = max(policy.quantum_us, int(policy.min_turn_factor * switch)) + policy.gradient_anticipation_us
+        quantum = max(map(self._quantum, self.pool.engines.values()), default=0)
+        turn = max(quantum, int(policy.min_turn_factor * switch)) + policy.gradient_anticipation_us
         return turn + switch + piece + longest.late
 
     def _turns(self) -> None:
@@ -322,7 +340,7 @@ class Watch:
                 turn.contested_us = self.now
             if turn.opened_us is None or engine.pausing or pool.scheduler.draining:
                 continue
-            end = turn.opened_us + max(policy.quantum_us, int(policy.min_turn_factor * turn.cost_us))
+            end = turn.opened_us + max(self._quantum(engine), int(policy.min_turn_factor * turn.cost_us))
             if engine.spec.role is Role.TRAIN:
                 end += policy.gradient_anticipation_us
             assert self.now <= max(end, turn.contested_us), f"rule 10: {name} goes on after its quantum"
