@@ -158,8 +158,7 @@ def test_host_memory_is_refused_and_given_back(job: HttpClient, model: str):
 
 def test_a_sampler_that_cannot_be_parked(job: HttpClient, model: str):
     for _ in range(2):
-        sampler = job.sampler(base="hoarder")
-        failed(job, job.sample(sampler, 1), "of the host arena", "Raise host.bytes")
+        refused(job.ask_sampler(base="hoarder"), "1 nodes are short of host memory", "fewer GPUs or bytes")
     good = job.sampler(base="tiny")
     assert not job.wait(job.sample(good, 1)).failed
     works(job, model, 1)
