@@ -154,6 +154,7 @@ class SchedulerPolicy(Section):
     anticipation_us: Microseconds = Field(default=50_000, alias="anticipation")
     gradient_anticipation_us: Microseconds = Field(default=1_000_000, alias="gradient_anticipation")
     quantum_us: Annotated[Microseconds, Field(gt=0)] = Field(default=20_000_000, alias="quantum")
+    sample_quantum_us: Annotated[Microseconds, Field(gt=0)] = Field(default=120_000_000, alias="sample_quantum")
     min_turn_factor: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 3.0
     starvation_us: Annotated[Microseconds, Field(gt=0)] = Field(default=300_000_000, alias="starvation")
     half_life_us: Annotated[Microseconds, Field(gt=0)] = Field(default=7 * 86_400_000_000, alias="half_life")

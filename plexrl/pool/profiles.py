@@ -58,7 +58,7 @@ class Profiles:
         try:
             self._kept = {x.key: x.profile for x in msgspec.json.decode(self._path.read_bytes(), type=list[_Line])}
         except FileNotFoundError:
-            pass
+            pass  # the first pool of this state_dir
         except msgspec.MsgspecError as error:
             log.error("%s is no table of profiles (%s): groups are placed by priors", self._path, error)
 

@@ -16,6 +16,7 @@ def policy_of(config: PoolConfig) -> Policy:
         anticipation_us=told.anticipation_us,
         gradient_anticipation_us=told.gradient_anticipation_us,
         quantum_us=told.quantum_us,
+        sample_quantum_us=told.sample_quantum_us,
         min_turn_factor=told.min_turn_factor,
         starvation_us=told.starvation_us,
         half_life_us=told.half_life_us,
