@@ -263,9 +263,10 @@ class Watch:
         return bool(self._reach(one) & self._reach(other))
 
     def _reach(self, engine: Engine) -> set[str]:
-        """The GPUs of its turn; a union's may need the peer's too."""
-        peers = [self.pool.engines.get(f"{call.peer}/0", engine) for call in self._unions(engine)]
-        return {gpu for one in (engine, *peers) for gpu in one.gang.gpus}
+        """The GPUs of its turn, or of the one that it waits for; a union's are those of both."""
+        waiter = self.pool.scheduler.line.get(engine.gang.id)
+        held = {gpu for gpu, name in self.pool.turns.items() if name == engine.gang.id}
+        return held or set(waiter.gpus if waiter else engine.gang.gpus)
 
     def _waits(self) -> None:
         """Who waits is asked of the books (which replica has a sample); since when and how long, is kept here."""
