@@ -75,6 +75,7 @@ class Admission:
         self._lines: dict[Key, Line] = {}
         self._jobs: dict[str, list[Ask]] = {}
         self._ticket = 0
+        self._starving: Ask | None = None  # at the last look
         self._seen: int | None = None  # the floor's room at the last look; None: the queue has changed since
 
     def ask(self, now: int, tenant: Tenant, specs: Sequence[GroupSpec], policy: Rules) -> None:
@@ -133,7 +134,7 @@ class Admission:
                     avoid = frozenset(gpu for spec in ask.specs for gpu in self._floor.usable(spec))
                     if len(avoid) == len(self._floor.gpus):
                         break
-        self._seen = self._floor.room
+        self._seen, self._starving = self._floor.room, starving
         return granted
 
     @property
@@ -144,15 +145,17 @@ class Admission:
 
     def _why(self, ask: Ask, first: Ask) -> str:
         line = self._lines[ask.key]
-        if line.tried is None:
-            return "it has just asked" if ask is first else f"behind job {first.tenant.job}, the first in the queue"
-        if line.behind is not None:
+        if line.tried == self._floor.room and line.behind is None:
+            gpus = sum(spec.gang_size * spec.replicas for spec in ask.specs)
+            return (
+                f"no room for its {len(ask.specs)} worker groups ({gpus} GPUs) within the bytes of GPUs and hosts and "
+                "the slowdown that each class accepts"
+            )
+        if ask is first:
+            return "its turn is next"
+        if first is self._starving:
             return f"job {first.tenant.job} has waited for so long that the GPUs are kept for it"
-        gpus = sum(spec.gang_size * spec.replicas for spec in ask.specs)
-        return (
-            f"no room for its {len(ask.specs)} worker groups ({gpus} GPUs) within the bytes of GPUs and hosts and the "
-            "slowdown that each class accepts"
-        )
+        return f"behind job {first.tenant.job}, the first in the queue"
 
     def _try(
         self, line: Line, policy: Rules, starving: Ask | None, avoid: frozenset[str]

@@ -85,7 +85,7 @@ def test_the_queue_is_by_class_then_priority_then_arrival(placement):
     assert desk.queue == order
     assert [w.since_us for w in desk.admission.waiting] == [5, 4, 2, 3, 0]
     gone = []
-    while desk.queue:
+    for _ in order:
         gone += desk.ready(9)
         desk.end(gone[-1])
     assert gone == order
@@ -118,7 +118,12 @@ def test_nobody_passes_the_first_once_it_starves_and_it_goes_when_its_gpus_are_e
         desk.end(f"small{minute - 1}")
         assert desk.ready(minute * MINUTE) == ([f"small{minute}"] if minute < 6 else [])
     assert desk.queue == ["large", "small6", "small7"]
-    assert desk.admission.waiting[0].why.startswith("no room for its 1 worker groups (4 GPUs)")
+    words = [waiting.why for waiting in desk.admission.waiting]
+    assert words[0].startswith("no room for its 1 worker groups (4 GPUs)")
+    assert words[1] == words[2] == "job large has waited for so long that the GPUs are kept for it"
+    desk.floor.tries = 0
+    desk.floor.set_duty("two.2", 0.99)
+    assert desk.ready(7 * MINUTE) == [] and desk.floor.tries == 1
     desk.end("two")
     assert desk.ready(8 * MINUTE) == ["large"]
     desk.end("one")
@@ -131,15 +136,16 @@ def test_a_starving_job_keeps_only_gpus_that_it_could_use():
     desk.ask("two", 3, duty=0.6)
     assert desk.ready() == ["one", "two"]
     desk.ask("large", 3)
-    desk.ask("sampler", 2, role=Role.SAMPLE)
+    desk.ask("sampler", 2, role=Role.SAMPLE, duty=0.3)  # there is room, but one GPU is kept
     desk.ask("small sampler", 1, role=Role.SAMPLE)
     assert desk.ready(10 * MINUTE) == ["small sampler"]
     assert [p.owner for p in desk.floor.on("n0:2")] == ["small sampler"]
     words = {waiting.job: waiting.why for waiting in desk.admission.waiting}
     assert words["sampler"] == "job large has waited for so long that the GPUs are kept for it"
-    # What was kept from it for the sake of another is tried again when that one is gone.
+    desk.floor.tries = 0
+    desk.ask("another", 2, role=Role.SAMPLE, duty=0.3)
+    assert desk.ready(10 * MINUTE) == [] and desk.floor.tries == 0
     desk.admission.withdraw("large")
-    desk.end("one")
     assert desk.ready(10 * MINUTE) == ["sampler"]
 
 
@@ -200,6 +206,14 @@ def test_several_requests_of_one_job_wait_side_by_side():
     assert desk.ready() == ["one"] and desk.queue == ["stuck", "one"]
     desk.admission.withdraw("stuck")
     assert desk.ready() == ["one"]
+
+
+@pytest.mark.parametrize("priorities", [(0, 0), (0, 1), (1, 0)])
+def test_two_requests_of_one_job_may_go_at_one_look(priorities):
+    desk = Desk("spread_backfill", 1)
+    for priority in priorities:
+        desk.ask("one", 1, priority=priority)
+    assert desk.ready() == ["one", "one"] and desk.queue == []
 
 
 def test_a_jobs_own_gpus_are_found_though_others_that_ask_for_the_same_find_none():
@@ -308,7 +322,7 @@ def test_the_queue_does_what_its_rules_say_and_everybody_goes_in_the_end(placeme
         assert [(gpu, desk.floor.on(gpu)) for gpu in floor.gpus] == [(gpu, floor.on(gpu)) for gpu in floor.gpus]
         assert desk.queue == [tenant.job for _, _, _, tenant in sorted(queue, key=lambda e: e[0])]
         placed += granted
-    while placed:
-        desk.end(placed.pop())
+    for job in placed:  # grows
+        desk.end(job)
         placed += desk.ready(len(steps) * MINUTE)
     assert desk.queue == []

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from plexrl.scheduler.placement import PLACEMENTS, Floor
-from plexrl.types import BadInput, DoesNotFit, Extent, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
+from plexrl.types import BadInput, DoesNotFit, Extent, Gang, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
 GPUS = {f"n{n}:{i}": 1024 for n in (1, 2) for i in range(2)}
 
@@ -36,6 +36,12 @@ def spec(
 
 def choose(floor: Floor, spec: GroupSpec, placement: str, kind: JobClass = JobClass.NORMAL, **rules) -> Placement:
     return floor.choose(spec, Rules(placement, **rules), Tenant(job=spec.owner, kind=kind))
+
+
+def put(floor: Floor, spec: GroupSpec, *gpus: str) -> None:
+    """A gang on just these GPUs."""
+    gang = Gang(f"{spec.group}/0", spec.group, gpus, (Extent(None, spec.device_bytes),) * len(gpus))
+    floor.occupy(Placement(spec.group, (gang,)), spec, Tenant(job=spec.owner))
 
 
 def pool(nodes: int, per_node: int, **more) -> Floor:
@@ -137,6 +143,10 @@ def test_at_virtual_addresses_gangs_have_no_offsets_and_only_residuals_add_up():
     choose(floor, spec("last", "1", size=904, residual_bytes=44), "pack")
     floor.vacate("g1")
     assert floor.residual("n0:0") == 124
+    for group in ("g0", "g2", "last"):
+        floor.vacate(group)
+    choose(floor, spec("small", "1", size=64), "pack")
+    choose(floor, spec("keeps", "1", size=960, residual_bytes=960), "pack")
 
 
 def test_host_memory_is_a_budget_of_the_node():
@@ -161,7 +171,11 @@ def test_a_node_that_is_over_its_budget_since_a_restart_takes_nothing_more():
     assert len(gpus(choose(floor, spec("four", "2", 4, host_bytes=10), "pack"))[0]) == 4
     with pytest.raises(DoesNotFit, match="1 nodes are short"):
         choose(floor, spec("five", "2", 5, host_bytes=10), "pack")
-    choose(floor, spec("sampler", "2", 8), "pack")
+    choose(floor, spec("no state", "2", 8), "pack")
+    floor = pool(3, 4, hosts={"n0": 10, "n1": 30, "n2": 30})
+    floor.occupy(before, spec("old", "1", 3, host_bytes=10), Tenant(job="1"))
+    six = gpus(choose(floor, spec("six", "2", 6, host_bytes=10), "pack"))[0]
+    assert [gpu[:2] for gpu in six] == ["n1"] * 3 + ["n2"] * 3
 
 
 @pytest.mark.parametrize(("virtual", "offset"), [(True, 0), (False, None)])
@@ -201,6 +215,19 @@ def test_where_no_node_is_whole_a_gang_takes_the_fullest():
     choose(floor, spec("x", "other"), "isolated")
     choose(floor, spec("y", "other2"), "isolated")
     assert gpus(choose(floor, spec("w", "1", 5), "isolated")) == [("b0:1", "b0:2", "b1:0", "b1:1", "b1:2")]
+
+
+def test_the_rest_of_a_wide_gang_goes_where_its_rank_is_best():
+    busy = {f"n{n}:{i}": GpuRole.SAMPLE for n, i in ((1, 3), (2, 1), (2, 2), (2, 3))}
+    floor = pool(3, 4, roles=busy)
+    for i in range(3):
+        put(floor, spec(f"x{i}", f"{i}", size=64, duty=0.9), f"n1:{i}")
+    assert gpus(choose(floor, spec("w", "w", 5), "spread"))[0][4] == "n2:0"  # n1 has more GPUs, and they are busy
+
+
+def test_more_replicas_than_a_search_looks_at_still_get_gpus_of_their_own():
+    placed = gpus(choose(pool(12, 1), spec("s", "1", 1, 12, role=Role.SAMPLE), "pack"))
+    assert len(set(placed)) == 12
 
 
 def test_replicas_prefer_a_whole_node_to_fresh_gpus():
@@ -271,6 +298,37 @@ def test_the_own_gpus_stay_open_to_a_job_when_they_are_full_for_others():
     assert floor.predicted_stretch("n0:0") == 2.0
 
 
+@pytest.mark.parametrize(
+    ("hard", "kind"),
+    [
+        ({"gang_size": 3}, JobClass.SCAVENGER),
+        ({"size": 1025}, JobClass.SCAVENGER),
+        ({"residual_bytes": 33}, JobClass.SCAVENGER),
+        ({"host_bytes": 8}, JobClass.SCAVENGER),
+        ({"duty": 0.8}, JobClass.SCAVENGER),
+        ({}, JobClass.INTERACTIVE),
+    ],
+)
+def test_that_one_fits_nowhere_does_not_keep_out_another_that_asks_less(hard, kind):
+    floor = pool(1, 2, hosts={"n0": 20})
+    choose(floor, spec("there", "0", 2, size=992, duty=0.9, host_bytes=3), "pack", normal=1.6)
+    easy = {"size": 64, "duty": 0.7, "gang_size": 2, "host_bytes": 7, "residual_bytes": 32}
+    with pytest.raises(DoesNotFit):
+        choose(floor, spec("a", "1", **easy | hard), "pack", kind, normal=1.6, interactive=1.5)
+    with pytest.raises(DoesNotFit):
+        choose(floor, spec("b", "2", **easy | hard), "pack", kind, normal=1.6, interactive=1.5)
+    choose(floor, spec("c", "3", **easy), "pack", JobClass.SCAVENGER, normal=1.6, interactive=1.5)
+
+
+def test_that_one_fits_nowhere_is_forgotten_under_other_bounds_and_without_gpus_to_avoid():
+    floor = pool(1, 1)
+    assert floor.choose_all([spec("x", "0")], Rules("pack"), Tenant(job="0"), avoid={"n0:0"}) is None
+    choose(floor, spec("x", "0", duty=0.8), "pack", JobClass.INTERACTIVE, interactive=1.2)
+    with pytest.raises(DoesNotFit):
+        choose(floor, spec("y", "1", duty=0.8), "pack", interactive=1.2)
+    choose(floor, spec("y", "1", duty=0.8), "pack", interactive=2.0)
+
+
 # --- preferences ------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +360,16 @@ def test_spread_prefers_partners_that_the_job_has_already():
     assert gpus(choose(floor, spec("sc", "c", role=Role.SAMPLE, duty=0.42), "spread")) == [("n0:2",)]
 
 
+def test_spread_looks_at_the_partners_gpus_wherever_they_are():
+    floor = pool(12, 1)
+    for i in range(10):
+        put(floor, spec(f"s{i}", f"{i}", duty=0.5), f"n{i}:0")
+    put(floor, spec("ta", "a", duty=0.5), "n11:0")
+    put(floor, spec("tc", "c", duty=0.5), "n11:0")
+    put(floor, spec("sa", "a", role=Role.SAMPLE, duty=0.5), "n10:0")
+    assert gpus(choose(floor, spec("sc", "c", role=Role.SAMPLE, duty=0.2), "spread")) == [("n10:0",)]
+
+
 def test_spread_prefers_even_duties_to_one_large_one():
     floor = pool(1, 2)
     for i, (group, duty) in enumerate({"large": 0.7, "even": 0.4, "even2": 0.4, "small": 0.1}.items()):
@@ -329,6 +397,14 @@ def test_a_clearly_better_place_is_found_and_taken_only_by_move():
     assert floor.where("c") == better and floor.stretch_of("1") == 1.0
     assert floor.stretch_of("3") == pytest.approx(1 + 0.2**2 / 2)  # it keeps its measured duty
     assert floor.stretch_of("2") == 1.125
+
+
+def test_a_better_place_is_wholly_elsewhere():
+    floor = pool(1, 4)
+    put(floor, spec("a", "1", 2, duty=0.9), "n0:0", "n0:1")
+    put(floor, spec("b", "2", duty=0.9), "n0:0")
+    put(floor, spec("c", "3", duty=0.9), "n0:3")
+    assert floor.better("a", Rules("spread"), Tenant(job="1")) is None  # the second and the third would be
 
 
 def test_no_better_place_for_a_gang_that_has_the_whole_pool():
