@@ -33,7 +33,8 @@ from plexrl.pool.profiles import Profiles
 from plexrl.pool.rules import scheduler_of, set_shares
 from plexrl.pool.status import Status
 from plexrl.pool.turns import Turns
-from plexrl.types import BadInput, Epoch, Gang, Peer, PlexrlError, Span, Unavailable, records
+from plexrl.pool.usage import Usage
+from plexrl.types import BadInput, Epoch, Gang, Peer, PlexrlError, Unavailable, records
 from plexrl.wire.keys import Keys
 from plexrl.wire.registry import Live, Registry
 
@@ -46,7 +47,6 @@ _CHECK_S = 5.0
 _SPANS_S = 10
 _PUBLISH_S = 60
 _DRAIN_S = 15.0
-_HOUR_US = 3_600_000_000
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ class Head:
         self._api = Api(self._core, self._groups, self._turns, self._deployments)
         self._make_admission = admission
         self._gateway = gateway
-        self._used: dict[tuple[int, str, str], int] = {}
+        self._usage = Usage()
         self._agents: dict[str, m.AgentHello] = {}
         self._arrived = asyncio.Event()
         self._paused: dict[str, asyncio.Future] = {}
@@ -143,21 +143,11 @@ class Head:
         for record in replay(self._layout.journal):
             book.apply(record)
             if isinstance(record, records.SpanClosed):
-                self._recall(record.span)
+                self._usage.add(record.span, book)
         for session in book.sessions.values():
             session.beat_us = self._core.now_us()
         started = book.started
         return started is not None and not book.orderly_end and started.slurm_job == self._allocation.slurm_job
-
-    def _recall(self, span: Span) -> None:
-        """Add up what users had of the pool's GPUs in each hour, as the scheduler charged it."""
-        weight = sum(share for _, share in span.shares)
-        for name, share in span.shares:
-            job = self._core.book.jobs.get(name)
-            if job is not None:
-                key = (span.end_us - span.end_us % _HOUR_US, job.attached.account, job.attached.user)
-                used_us = (span.end_us - span.start_us) * share // weight
-                self._used[key] = self._used.get(key, 0) + used_us
 
     async def _open(self, context: zmq.Context, adopt: bool) -> None:
         core = self._core
@@ -266,9 +256,7 @@ class Head:
         """Tell the scheduler who its users are: their shares, what they have used by the journal, their jobs."""
         core = self._core
         set_shares(self._config, core.scheduler, core.now_us())
-        for (end_us, account, user), used_us in sorted(self._used.items()):
-            core.scheduler.shares.charge(end_us, account, user, used_us)
-        self._used.clear()
+        self._usage.charge(core.scheduler)
         for job in core.book.jobs.values():
             if not job.ended:
                 self._turns.enroll(job.attached)
