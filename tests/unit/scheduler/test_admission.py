@@ -212,7 +212,7 @@ def test_several_requests_of_one_job_wait_side_by_side():
 def test_two_requests_of_one_job_may_go_at_one_look(priorities):
     desk = Desk("spread_backfill", 1)
     for priority in priorities:
-        desk.ask("one", 1, priority=priority)
+        desk.ask("one", 1, priority=priority, duty=1 - 0.1 * priority)
     assert desk.ready() == ["one", "one"] and desk.queue == []
 
 

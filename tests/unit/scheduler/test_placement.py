@@ -288,6 +288,14 @@ def test_a_tight_bound_counts_arrivals_at_a_busy_gpu():
         choose(floor, spec("m", "3", duty=0.4), "pack", JobClass.INTERACTIVE, interactive=1.1)
 
 
+def test_a_job_is_not_placed_where_itself_would_wait_too_long():
+    floor = pool(1, 1)
+    choose(floor, spec("s", "1", duty=0.5), "pack", JobClass.SCAVENGER, interactive=1.1)
+    with pytest.raises(DoesNotFit, match="slowed down"):  # 1/8 of its step, though the other does not mind
+        choose(floor, spec("i", "2", duty=0.4), "pack", JobClass.INTERACTIVE, interactive=1.1)
+    choose(floor, spec("i", "2", duty=0.4), "pack", JobClass.INTERACTIVE, interactive=1.13)
+
+
 def test_the_own_gpus_stay_open_to_a_job_when_they_are_full_for_others():
     floor = pool(1, 1)
     choose(floor, spec("s1", "1", role=Role.SAMPLE, duty=1.0), "spread")
