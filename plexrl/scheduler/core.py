@@ -58,6 +58,7 @@ class Core:
         self.relocated_groups: set[str] = set()
         self.calls: dict[str, tuple[Entry, GangState]] = {}
         self.cancelled: set[str] = set()
+        self._unions: dict[str, None] = {}  # calls that want a peer
         self.line = Line(gpus)
         self.turns: dict[str, OpenTurn] = {}
         self.held: dict[str, OpenTurn] = {}
@@ -72,6 +73,7 @@ class Core:
         self._due: list[tuple[int, int, OpenTurn]] = []
         self._open: set[str] = set()
         self._stirred: dict[int, OpenTurn] = {}
+        self._scavenging: dict[int, OpenTurn] = {}
         self._unused: set[str] = set()
         self._admit = False
         self._moves: dict[str, Placement] = {}
@@ -202,22 +204,23 @@ class Core:
 
     def _enlist(self, state: GangState) -> None:
         """Put the gang where it belongs in line, or out of it."""
-        old = self.line.get(state.id)
+        old, first = self.line.get(state.id), state.first
+        state.peers, state.reach = (), state.gpus
+        if first is not None and first.call.peer in self.groups:
+            state.peers = (self.groups[first.call.peer][0],)
+            state.reach = tuple(dict.fromkeys((*state.gpus, *state.peers[0].gpus)))
         if state.id in self.turns or not state.eligible:
             if old:
                 self._unlist(state)
             return
-        first, ticket, since_us, due_us = state.first, state.since, state.since_us, None
-        state.peers, state.reach = (), state.gpus
+        ticket, since_us, due_us = state.since, state.since_us, None
         if first is not None and state.residency is not Residency.COLD:
             ticket, since_us = max(ticket, first.number), max(since_us, first.since_us)
             due_us = first.due_us
-            if first.call.peer and first.call.peer in self.groups:
-                state.peers = (self.groups[first.call.peer][0],)
-                state.reach = tuple(dict.fromkeys((*state.gpus, *state.peers[0].gpus)))
         rank, tenant = state.rank, first.tenant if first else state.owner
         if old and old.gpus == state.reach and old.rank == rank:
             old.tenant, old.ticket, old.since_us, old.due_us = tenant, ticket, since_us, due_us
+            old.service_us = service_us(state, self.policy)
             return
         self._unlist(state)
         waiter = Waiter(state, tenant, ticket, since_us, due_us, state.reach, rank, service_us(state, self.policy))
@@ -248,6 +251,7 @@ class Core:
         if rollout is not None:
             rollout.end()
         del self.calls[entry.call.id]
+        self._unions.pop(entry.call.id, None)
         self.cancelled.discard(entry.call.id)
         self.ended += 1
 
@@ -272,6 +276,14 @@ class Core:
                 self._drop([*turn.state.active.values()], turn.state)
             self._end(turn, reason)
         self._enlist(state)
+        self._tell_unions(state)
+
+    def _tell_unions(self, peer: GangState) -> None:
+        """A gang is ready for union turns now, or is not any more."""
+        for name in list(self._unions):
+            entry, state = self.calls[name]
+            if entry.call.peer == peer.spec.group:
+                self._enlist(state)
 
     # ---- memory
 
@@ -304,6 +316,9 @@ class Core:
         if arrival.turn is None or arrival.turn.phase is not Phase.BUILD:
             arrival.state.switch.observe(self.now - arrival.begun_us)
         self._move(arrival.state, Residency.DEVICE)
+        if arrival.state.building:
+            arrival.state.building = False
+            self._tell_unions(arrival.state)
         self._look_again(arrival.state)
 
     def _broken_off(self, arrival: Arrival, evicted: Collection[str]) -> None:
@@ -314,7 +329,7 @@ class Core:
                 self._move(victim, Residency.HOST)
         arrival.evicting = []
         self._copied(arrival.state)
-        arrival.state.arrival = None
+        arrival.state.arrival, arrival.state.building = None, False
         self._look_again(arrival.state)
 
     def _copied(self, state: GangState) -> None:
@@ -375,6 +390,7 @@ class Core:
         if state.arrival:  # a prefetch under way: its answer opens the turn
             state.arrival.turn = turn
             return
+        state.building = turn.phase is Phase.BUILD
         evict = self._arrive(state, victims, turn)
         self._actions.append(Build(state.id, evict) if turn.phase is Phase.BUILD else Switch(state.id, evict))
 
@@ -405,6 +421,7 @@ class Core:
         self._open.update(turn.gpus)
         self._unused.update(turn.gpus)
         self._stirred.pop(id(turn), None)
+        self._scavenging.pop(id(turn), None)
         for gpu in turn.gpus:
             holder = self.line.reserved.get(gpu)
             if holder is not None:
@@ -421,18 +438,23 @@ class Core:
     def _grants(self) -> None:
         """Give the free GPUs to those who are next."""
         while self._open:
-            waiters = {
-                name: waiter for gpu in self._open if gpu in self.free for name, waiter in self.line.on[gpu].items()
-            }
+            opened = self._open & self.free
             self._open.clear()
+            # Who has starved may take a reservation over, also where it has lain for long.
+            kept = {gpu for at in opened if (holder := self.line.reserved.get(at)) for gpu in holder.gpus}
+            waiters = {
+                name: waiter for gpu in opened | (kept & self.free) for name, waiter in self.line.on[gpu].items()
+            }
             able = list(waiters.values())
             if not any(self._starves(waiter) for waiter in able):
                 able = [waiter for waiter in able if not self._stuck(waiter)]
             if len(able) > 1:
                 able.sort(key=lambda waiter: key(self, waiter))
             for waiter in able:
-                if self.line.get(waiter.state.id) is waiter:
-                    self._try(waiter)
+                self._try(waiter)
+                if self._open:  # a reservation is gone: those who were passed over for it come first again
+                    self._open |= opened
+                    break
 
     def _stuck(self, waiter: Waiter) -> bool:
         """Whether nothing can be done for it now: a part of its gang is not free, and on another part there is the
@@ -495,10 +517,6 @@ class Core:
         coming = self.residence.needs(state.members)
         if any(member.evictor for member in state.members):
             return None  # on its way out for somebody else
-        if any(member.residency is Residency.LOST for member in state.peers) or any(
-            member.residency is Residency.COLD for member in state.peers
-        ):
-            return None
         coming = [member for member in coming if member.arrival is None]
         if not coming:
             return []
@@ -538,10 +556,13 @@ class Core:
     def _others(self, turn: OpenTurn) -> Others | None:
         """Who waits for the turn's GPUs; None when nobody does."""
         line = self.line
-        if not any(line.on[gpu] for gpu in turn.gpus):
+        joint = [peer for peer in turn.peers if peer.queue]  # in no line while they are in this turn
+        if not joint and not any(line.on[gpu] for gpu in turn.gpus):
             return None
-        answered = turn.drained_us is not None and all(
-            waiter.tenant.job == turn.job for gpu in turn.gpus for waiter in line.on[gpu].values()
+        answered = (
+            turn.drained_us is not None
+            and not joint
+            and all(waiter.tenant.job == turn.job for gpu in turn.gpus for waiter in line.on[gpu].values())
         )
         best = NORMAL
         if line.ranks[0] or turn.rank == SCAVENGER or line.ranks[SCAVENGER]:
@@ -556,6 +577,13 @@ class Core:
 
     def _bound(self, turn: OpenTurn) -> None:
         """Say again until when the turn lasts."""
+        state = turn.state
+        if state.active or state.queue:
+            turn.rank = state.rank
+        if turn.rank == SCAVENGER:
+            self._scavenging[id(turn)] = turn
+        else:
+            self._scavenging.pop(id(turn), None)
         if turn.phase is not Phase.OPEN:
             deadline = None
         elif self.draining:
@@ -614,6 +642,7 @@ class Core:
             if self._open and not self.draining:
                 self._grants()
         uses: dict[str, Use] = {}
+        self._stirred.update(self._scavenging)  # who could begin in their place depends on GPUs of others
         for turn in self._stirred.values():
             self._bound(turn)
             use = self._use_of(turn)
@@ -647,7 +676,7 @@ class Core:
         state = turn.state
         rollout = self.rollouts.get(state.spec.group)
         if rollout is not None and not state.queue and len(self.groups[state.spec.group]) > 1:
-            self._share_out(state)
+            self._share_out(state, turn.ran)
         if state.queue and not state.active:
             if state.first.call.peer != turn.peer:
                 self._end(turn, "other gangs")
@@ -672,14 +701,15 @@ class Core:
             turn.looked = True
             self._look_ahead(turn)
 
-    def _share_out(self, state: GangState) -> None:
-        """A replica with nothing left takes its part of what waits at replicas that have no turn."""
+    def _share_out(self, state: GangState, ran: bool) -> None:
+        """A replica that gets its turn takes its part of what waits at replicas without one; idle again, all of it."""
+        takes_all = ran and not state.active
         siblings = [s for s in self.groups[state.spec.group] if s is not state and s.queue and s.id not in self.turns]
         for sibling in sorted(siblings, key=lambda s: (-s.units, s.id)):
             for entry in reversed(list(sibling.queue.values())):
                 if entry.call.id in sibling.begun:
                     continue
-                if (state.queue or state.active) and sibling.units - entry.call.units < state.units:
+                if not takes_all and state.units and sibling.units - entry.call.units < state.units:
                     break
                 sibling.forget(entry)
                 state.accept(entry)
@@ -714,15 +744,15 @@ class Core:
         state, target = turn.state, turn.gather
         if target.residency is Residency.LOST or target.id not in self.gangs:
             return
-        moved = list(state.queue.values())
+        moved, begun = list(state.queue.values()), state.begun.copy()
         for entry in moved:
             state.forget(entry)
             target.accept(entry)
-            target.begun.add(entry.call.id)
             self.calls[entry.call.id] = entry, target
-        if moved:
-            self._actions.append(Gather(state.id, target.id, tuple(entry.call.id for entry in moved)))
-            self._changed(target)
+        target.begun |= begun
+        if begun:
+            self._actions.append(Gather(state.id, target.id, tuple(e.call.id for e in moved if e.call.id in begun)))
+        self._changed(target)
 
     def _look_ahead(self, turn: OpenTurn) -> None:
         """Bring in the next gang beside the turn, if its bytes fit."""

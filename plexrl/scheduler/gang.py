@@ -51,8 +51,8 @@ class GangState:
     overlap (fixed extents only). arrival: the coming in under way. evictor: the coming in for which this gang leaves;
     OFFLOADING without one means that it was broken off: not usable, its bytes may be there. peers, reach: the other
     gangs that a union turn for its first call would hold, and all the GPUs then. seqs: deployment -> [outstanding
-    training calls, newest seq]. moving: it is being placed anew. ranks: how many of its calls are of each class.
-    fruitless: turns since one in which a call ended.
+    training calls, newest seq]. building: its engine is being started. moving: it is being placed anew. ranks: how many
+    of its calls are of each class. fruitless: turns since one in which a call ended.
 
     Learnt: switch: coming in, victims' leaving included. finished_us, last: when which kind of call ended last. think:
     by that kind, the time until the next call. service: a turn's length. cycle: from a forward_backward to its
@@ -90,6 +90,7 @@ class GangState:
     steps: int = 0
     fruitless: int = 0
     moving: bool = False
+    building: bool = False
     ranks: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def __post_init__(self) -> None:
@@ -116,11 +117,16 @@ class GangState:
     @property
     def eligible(self) -> bool:
         """Has something to do that needs its GPUs."""
-        if self.moving:
+        if self.moving or not all(peer.built for peer in self.peers):
             return False
         if self.residency is Residency.COLD:
             return True
         return bool(self.queue) and self.residency is not Residency.LOST and not (self.trains and self.active)
+
+    @property
+    def built(self) -> bool:
+        """Its engine is there, wherever its state is."""
+        return not self.moving and self.residency not in (Residency.COLD, Residency.LOST) and not self.building
 
     @property
     def occupies(self) -> bool:

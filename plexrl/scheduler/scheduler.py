@@ -118,13 +118,18 @@ class Scheduler(Core):
             self._actions.append(Placed(tenant.job, placements))
 
     def restore(
-        self, now: int, placement: Placement, spec: GroupSpec, resident: bool | Collection[str]
+        self,
+        now: int,
+        placement: Placement,
+        spec: GroupSpec,
+        resident: bool | Collection[str],
+        dead: Collection[str] = (),
     ) -> list[Action]:
         """Take up a group that was built before the head restarted.
 
-        resident: whether its gangs are on their devices, or the ids of those that are; all others are on the host. A
-        gang whose engine is gone: `lost` and `rebuild` follow. Raises BadInput when the GPUs are not the same, or
-        resident gangs do not fit beside each other.
+        resident: whether its gangs are on their devices, or the ids of those that are; all others are on the host.
+        dead: ids of gangs whose engines are gone: they count as lost, and `rebuild` follows. Raises BadInput when the
+        GPUs are not the same, or resident gangs do not fit beside each other.
         """
         self._at(now)
         self._check_new(spec)
@@ -138,9 +143,9 @@ class Scheduler(Core):
                     )
         self.floor.occupy(placement, spec, self.tenant(spec.owner))
         for state in self._adopt(placement, spec, Residency.HOST):
-            if state.id in on_device:
+            if state.id in on_device or state.id in dead:
                 self.residence.discard(state)
-                state.residency = Residency.DEVICE
+                state.residency = Residency.LOST if state.id in dead else Residency.DEVICE
                 self.residence.add(state)
         return self._settle()
 
@@ -159,8 +164,8 @@ class Scheduler(Core):
         if states:
             self.floor.vacate(group)
             self._admit = True
-            for entry, state in [at for at in self.calls.values() if at[0].call.peer == group]:
-                if entry.call.id in state.queue:
+            for entry, state in [self.calls[name] for name in self._unions]:
+                if entry.call.peer == group and entry.call.id in state.queue:
                     self._drop([entry], state)
                     self._changed(state)
         actions = self._settle()
@@ -228,6 +233,8 @@ class Scheduler(Core):
         entry = Entry(call, tenant, self._next(), self.now, due_us)
         self.accepted += 1
         self.calls[call.id] = entry, state
+        if call.peer:
+            self._unions[call.id] = None
         self._think(state)
         rollout = self.rollouts.get(call.group)
         if rollout is not None:
@@ -298,6 +305,8 @@ class Scheduler(Core):
         if state.steps < _PROFILED or (state.steps > _PROFILED and not self.policy.relocate):
             return
         duties = [gang.duty for gang in gangs if gang.duty is not None]
+        if not duties:
+            return
         self.floor.set_duty(group, sum(duties) / len(duties))
         if self.policy.relocate and state.trains and turn and not turn.gradients and turn.drained_us is not None:
             self._relocate(state, turn)
@@ -314,6 +323,7 @@ class Scheduler(Core):
             return
         self.relocated_groups.add(group)
         state.moving = True
+        self._tell_unions(state)
         self._moves[group] = better
         self._end(turn, "relocated")
         self._actions.append(Relocate(group, better))
@@ -345,6 +355,7 @@ class Scheduler(Core):
                 self.calls[entry.call.id] = entry, new
             self._admit = True
         self._enlist(self.groups[group][0])
+        self._tell_unions(self.groups[group][0])
         return self._settle()
 
     # ---- answers

@@ -53,7 +53,11 @@ class Meter:
         """A call begins on the gang. alone: it has the gang to itself, so another job's call begins another span."""
         work = self._work.setdefault(gang, Work())
         if alone and work.ended and call.job not in work.ended:
-            self.cut(now, gpus)
+            # Not so while the GPUs still show what they did before this gang's turn.
+            if self.open[gpus[0]][1] == Use(SpanClass.BUSY, gang):
+                self.cut(now, gpus)
+            else:
+                work.ended.clear()
         work.running[call.id] = (call.job, max(1, call.units))
 
     def stopped(self, gang: str, call: Call, units: int) -> None:

@@ -120,12 +120,12 @@ class OpenTurn:
     def full_us(self, policy: Policy) -> int:
         """When its quantum is over.
 
-        A sampler's is doubled after each turn in which no call ended, up to 64 times (ours): to compute again what it
+        A sampler's is doubled after each turn in which no call ended, up to 8 times (ours): to compute again what it
         had drawn before it left the device may take all that a quantum has time for.
         """
         quantum = policy.quantum_us
         if not self.state.trains:
-            quantum = policy.sample_quantum_us << min(self.state.fruitless, 6)
+            quantum = policy.sample_quantum_us << min(self.state.fruitless, 3)
         return max(self.opened_us + quantum, self.least_us(policy))
 
     def least_us(self, policy: Policy) -> int:

@@ -297,6 +297,9 @@ class Watch:
         engine = self.pool.engines[name]
         if not engine.built:
             return not engine.order
+        peers = [self.pool.engines[peer.id] for peer in state.peers]
+        if not all(peer.built and not peer.moving for peer in peers):
+            return False  # for its peer's engine first
         return bool(state.queue) and not (engine.spec.role is Role.TRAIN and engine.unreported)
 
     def _ahead(self, name: str, wait: Wait) -> int:
@@ -310,10 +313,10 @@ class Watch:
         return len(found) - 1
 
     def _quantum(self, engine: Engine) -> int:
-        """A sampler's is its own, and doubled after every turn in which none of its calls ended."""
+        """A sampler's is its own, and doubled after every turn in which none of its calls ended, thrice at most."""
         if engine.spec.role is Role.TRAIN:
             return self.pool.policy.quantum_us
-        return self.pool.policy.sample_quantum_us << min(6, self.fruitless.get(engine.gang.id, 0))
+        return self.pool.policy.sample_quantum_us << min(3, self.fruitless.get(engine.gang.id, 0))
 
     def _slice(self) -> int:
         """Rule 9's quantum + switch + longest piece, as seen; a policy lets a turn overrun to reach its optim_step."""
