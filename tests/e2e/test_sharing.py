@@ -57,13 +57,16 @@ def test_the_next_group_comes_in_beside_the_turn_and_the_bits_are_the_same(local
     for program in together:
         same_training(pool, alone, finish(program))
     assert beside(pool) > 0, decisions(pool)
-    written = decisions(pool)
+    written, placed = decisions(pool), of_kind(pool, records.GroupPlaced)
     assert {"build", "switch"} <= {entry["reason"] for entry in written if entry["what"] == "began"}
     assert all(entry["waited_us"] >= 0 for entry in written if entry["what"] == "began")
-    status = json.loads((pool.state / "run" / "status.json").read_text())
-    assert status["groups"] == {}  # all have ended, and what they showed is kept
-    profiles = json.loads((pool.state / "profiles.json").read_text()) if (pool.state / "profiles.json").exists() else []
-    assert all(0 < line["profile"]["duty"] <= 1 for line in profiles)
+    pool.stop()
+    (line,) = json.loads((pool.state / "profiles.json").read_text())
+    assert (line["key"]["base"], line["key"]["role"], line["key"]["kind"]) == ("tiny", "train", "full")
+    assert 0 < line["profile"]["duty"] <= 1 and line["profile"]["steps"] == 4 * 6
+    # The first was placed by a prior; those after it by what it had shown.
+    specs = [record.spec for record in placed]
+    assert specs[0].duty is None and all(0 < spec.duty <= 1 for spec in specs[1:])
 
 
 def forced(model: Path, tokens: list[int]) -> list[float]:
