@@ -76,7 +76,8 @@ class Placed(Struct, frozen=True):
 class Turn(Struct, frozen=True):
     """For the trace: a turn began or ended, and why.
 
-    reason: began `build`, `switch`, `prefetched`, `resident` or, ahead of a reservation, `backfill`; ended `drained`,
+    reason: began `build`, `switch`, `prefetched`, `resident`, ahead of a reservation `backfill`, or `alone`, what is
+    left of a union turn whose peer died; ended `drained`,
     `quantum`, `preempted`, `gathered`, `built`, `lost` and the like. waited_us: since its oldest call could have run.
     score: its order's score, the higher the sooner (0 where the order has none).
     """

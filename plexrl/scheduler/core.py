@@ -130,6 +130,11 @@ class Core:
             states.append(state)
         self.groups[spec.group] = states
         self.specs[spec.group] = spec
+        for entry, at in [self.calls[name] for name in self._unions]:
+            peer = self.groups.get(entry.call.peer)
+            if peer and entry.call.id in at.queue and not self._fit_together(at, peer[0]):
+                self._drop([entry], at)  # what the new group keeps on the device is too much for it
+                self._changed(at)
         if spec.role is Role.SAMPLE:
             self.rollouts[spec.group] = Rollout()
         return states
@@ -176,14 +181,22 @@ class Core:
                 f"call {call.id} wants worker group {call.peer} in its turn, which is not another placed group",
                 "Name the sampler's group in a training call",
             )
-        both = [state, peers[0]]
-        if peers[0].id in state.rivals or any(
-            sum(s.size for s in both if gpu in s.gpus) > self.floor.gpus[gpu] for gpu in state.gpus
-        ):
+        if not self._fit_together(state, peers[0]):
             raise BadInput(
                 f"call {call.id} wants {state.id} and {peers[0].id} resident at once, and they do not fit together",
                 "Publish through the host instead",
             )
+
+    def _fit_together(self, state: GangState, peer: GangState) -> bool:
+        """Whether both can be resident at once, beside what the engines of all others keep on the device."""
+        if peer.id in state.rivals:
+            return False
+        for gpu in {*state.gpus, *peer.gpus}:
+            need = self.floor.residual(gpu)
+            need += sum(s.size - s.spec.residual_bytes for s in (state, peer) if gpu in s.gpus)
+            if need > self.floor.gpus[gpu]:
+                return False
+        return True
 
     def _turn_in(self, now: int, gang: str, phase: Phase) -> OpenTurn | None:
         self._at(now)
@@ -271,9 +284,9 @@ class Core:
         if state.arrival:
             self._broken_off(state.arrival, ())
         self._move(state, Residency.LOST)
-        if turn:
-            if turn.state is not state:  # the peer of a union turn: its calls have nothing to go to
-                self._drop([*turn.state.active.values()], turn.state)
+        if turn and turn.state is not state and turn.phase is not Phase.SWITCH:
+            self._part(turn, state, reason)
+        elif turn:
             self._end(turn, reason)
         self._enlist(state)
         self._tell_unions(state)
@@ -434,6 +447,23 @@ class Core:
         self._actions.append(Turn(state.id, True, reason))
         for member in (state, *turn.peers):
             self._enlist(member)
+
+    def _part(self, turn: OpenTurn, peer: GangState, reason: str) -> None:
+        """A union turn goes on without the peer, whose engine died: the call that runs will be told to have failed."""
+        self._actions.append(Turn(turn.state.id, True, f"peer {reason}"))
+        self._actions.append(Turn(turn.state.id, False, "alone"))
+        self.meter.cut(self.now, turn.gpus)  # all its GPUs close a span together
+        left = [gpu for gpu in turn.gpus if gpu not in turn.state.gpus]
+        turn.gpus, turn.peers, turn.peer = turn.state.gpus, (), ""
+        del self.turns[peer.id]
+        peer.used, peer.used_us = self._next(), self.now
+        for gpu in left:
+            del self.held[gpu]
+        self.free.update(left)
+        self._open.update(left)
+        self._unused.update(left)
+        turn.note_drained(self.now)
+        self._stir(turn)
 
     def _grants(self) -> None:
         """Give the free GPUs to those who are next."""
