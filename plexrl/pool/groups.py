@@ -150,9 +150,10 @@ class Groups:
         placement = scheduler.floor.choose(spec, anyhow, scheduler.tenant(spec.owner))
         # The scheduler takes up a group that has its place as one whose engines are gone, and builds them.
         scheduler.floor.vacate(spec.group)
-        actions = scheduler.restore(now_us, placement, spec, resident=False)
-        for gang in placement.gangs:
-            actions += scheduler.lost(now_us, gang.id) + scheduler.rebuild(now_us, gang.id)
+        gangs = [gang.id for gang in placement.gangs]
+        actions = scheduler.restore(now_us, placement, spec, resident=False, dead=gangs)
+        for gang in gangs:
+            actions += scheduler.rebuild(now_us, gang)
         return placement, actions
 
     def _name(self, base: str, role: Role, kind: str) -> str:

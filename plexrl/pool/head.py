@@ -289,8 +289,9 @@ class Head:
         resident = {gang for gang in there if self._groups.hosts[gang].resident}
         outcomes = [(gang, outcome) for gang in there for outcome in self._groups.hosts[gang].outcomes]
         await asyncio.gather(*(self._groups.kill(gang) for gang in gangs if gang not in there))
+        dead = gangs.keys() - there.keys()
         for placed in groups.values():
-            self._turns.perform(core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident))
+            self._turns.perform(core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident, dead))
         self._deployments.ask_again()
         self._drop_lost_versions()
         for gang, outcome in outcomes:
