@@ -7,7 +7,7 @@ BIN       := $(VENV)/bin
 MODEL     := .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint clean
+.PHONY: help setup demo test soak bench lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,10 +36,15 @@ test: setup $(MODEL)/config.json ## all tests, the quick ones first; what needs 
 	@if $(BIN)/python scripts/system_packages.py; then $(MAKE) --no-print-directory -C slurm_plugin; fi
 	$(BIN)/python -m pytest $(ARGS)
 
+soak: setup ## what takes too long for `make test`: the scheduler's rules under ten seeds
+	PLEXRL_SEEDS=10 $(BIN)/python -m pytest tests/property/test_scheduler.py $(ARGS)
+
 bench: setup $(MODEL)/config.json ## every figure that the docs quote
 	$(BIN)/python -m bench.call --json
 	$(BIN)/python -m bench.switch --device cpu --json
 	$(BIN)/python -m bench.solo --json
+	$(BIN)/python -m bench.scheduler --json
+	$(BIN)/python -m bench.ablation --json
 
 lint: setup ## ruff, in the form that the code is kept in
 	$(BIN)/ruff check .
