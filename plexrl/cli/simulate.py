@@ -17,7 +17,7 @@ from plexrl.types import BadInput
 app = typer.Typer(add_completion=False)
 
 # name -> module of plexrl.sim.presets; each has preset(progress, seeds, trace) -> Found
-PRESETS = {"paper": "paper", "policies": "policies_preset", "philly": "philly"}
+PRESETS = {"paper": "paper", "policies": "policies", "philly": "philly"}
 _EVERY_S = 20.0
 
 
