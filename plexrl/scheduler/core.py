@@ -75,6 +75,7 @@ class Core:
         self._stirred: dict[int, OpenTurn] = {}
         self._scavenging: dict[int, OpenTurn] = {}
         self._unused: set[str] = set()
+        self._shadows: dict[str, int] = {}  # of reservations, within one event
         self._admit = False
         self._moves: dict[str, Placement] = {}
         self._actions: list[Action] = []
@@ -555,12 +556,13 @@ class Core:
     def _backfill(self, waiter: Waiter, others: list[Waiter]) -> None:
         """EASY: ahead of reservations, if the turn and both its switches end before those could begin."""
         state = waiter.state
-        both = 0 if state.residency is Residency.DEVICE else 2 * state.switch.mean
-        least = int(self.policy.min_turn_factor * both / 2)
-        shadow = min(self._shadow(other) for other in others)
-        if self.now + both + max(least, 1) > shadow or state.residency is Residency.COLD:
+        if state.residency is Residency.COLD:
             return
-        if any(self._owed(other) for other in others):
+        both = 0 if state.residency is Residency.DEVICE else 2 * state.switch.mean
+        # Long enough to pay for its switches, and for what it would do there, or half a quantum of it.
+        least = max(int(self.policy.min_turn_factor * both / 2), min(waiter.service_us, self.policy.quantum_us // 2))
+        shadow = min(self._shadow(other) for other in others)
+        if self.now + both + least > shadow:
             return
         victims = self._victims(state, [member for other in others for member in other.state.members])
         if victims is not None:
@@ -577,9 +579,15 @@ class Core:
         return all(gpu in self.free or self.held[gpu].limit_us is not None for gpu in waiter.gpus)
 
     def _shadow(self, waiter: Waiter) -> int:
-        """When a reservation's gang is expected to begin."""
-        ends = [self.held[gpu].expected_end(self.policy, self.now) for gpu in waiter.gpus if gpu in self.held]
-        return max(ends, default=self.now)
+        """When a reservation's gang is expected to begin; now, if it waits for nothing but turns ahead of it."""
+        shadow = self._shadows.get(waiter.state.id)
+        if shadow is None:
+            turns = {id(turn): turn for gpu in waiter.gpus if (turn := self.held.get(gpu)) is not None}
+            shadow = self.now
+            if any(turn.limit_us is None for turn in turns.values()):
+                shadow = max(turn.expected_end(self.policy, self.now) for turn in turns.values())
+            self._shadows[waiter.state.id] = shadow
+        return shadow
 
     # ---- ends of turns
 
@@ -653,6 +661,7 @@ class Core:
 
     def _settle(self) -> list[Action]:
         """Draw the conclusions of an event: what ends, who is granted, what runs, what each GPU went to."""
+        self._shadows.clear()
         if self._admit and not self.draining:
             self._admit = False
             self._place_waiting()
