@@ -2,8 +2,8 @@
 
 What the published ones had in common is the paper's: calls ordered by HRRS, state moved ahead of its use. What it says
 nothing of is off: windows of anticipation, gathering of long tails, natural ends, minimum turns beyond one switch. They
-let in what a GPU has time for and little more (a predicted stretch of 1.1; the paper speaks of fitting traces); a job
-that does not fit may be passed by for two hours under spread_backfill. Formulas and numbers are ours in all of them.
+let in what a GPU has time for and little more (a predicted stretch of 1.1; the paper speaks of fitting traces). A job
+that does not fit may be passed by for two hours, under spread_backfill and under ours. All numbers and formulas are ours.
 """
 
 from math import inf
@@ -31,5 +31,10 @@ POLICIES = {
     "spread_backfill": structs.replace(
         _PUBLISHED, placement="spread_backfill", backfill=True, starvation_us=7_200_000_000
     ),
-    "plexrl": Policy(placement="spread_backfill", order="hrrs"),
+    "plexrl": Policy(
+        placement="spread_backfill",
+        order="fair",
+        starvation_us=7_200_000_000,
+        max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 1.2, JobClass.SCAVENGER: inf},
+    ),
 }

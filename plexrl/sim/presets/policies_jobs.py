@@ -61,20 +61,20 @@ class Load(Struct, frozen=True, kw_only=True):
     jobs: int
     hours: float
     nodes: int = 256
-    train_nodes: int = 96
-    sizes: tuple[int, int, int] = (6, 5, 2)
+    train_nodes: int = 80
+    sizes: tuple[int, int, int] = (8, 6, 2)
     train_share: tuple[float, float] = (0.1, 0.4)
-    minutes: tuple[float, float] = (6.0, 16.0)
+    minutes: tuple[float, float] = (4.0, 10.0)
     lagged: float = 0.3
 
 
-FROZEN = Load(name="frozen", jobs=800, hours=1.8)
+FROZEN = Load(name="frozen", jobs=700, hours=1.8)
 OTHERS = (
-    Load(name="lighter", jobs=600, hours=1.8),
-    Load(name="longer training", jobs=700, hours=1.8, train_share=(0.2, 0.5), train_nodes=128),
+    Load(name="lighter", jobs=500, hours=1.8),
+    Load(name="longer training", jobs=600, hours=1.8, train_share=(0.2, 0.5), train_nodes=112),
 )
 SEED = 1
-DIGEST = "2a93b12f32c8c3e850a17bac3e4fa33d37e09f7fee57b51b4b7e0e4173f3c819"  # of make(FROZEN, SEED)
+DIGEST = "ab1a20afe9288e7a4963c520c790c0bf1ceccbfbd7727fedeef73fecca36ede6"  # of make(FROZEN, SEED)
 
 
 def make(load: Load, seed: int) -> Workload:
