@@ -3,7 +3,7 @@
 What the published ones had in common is the paper's: calls ordered by HRRS, state moved ahead of its use. What it says
 nothing of is off: windows of anticipation, gathering of long tails, natural ends, minimum turns beyond one switch. They
 let in what a GPU has time for and little more (a predicted stretch of 1.1; the paper speaks of fitting traces). A job
-that does not fit may be passed by for two hours, under spread_backfill and under ours. All numbers and formulas are ours.
+that does not fit may be passed by for two hours, under spread_backfill and under ours. All numbers are ours.
 """
 
 from math import inf
