@@ -34,6 +34,7 @@ POLICIES = {
     "plexrl": Policy(
         placement="spread_backfill",
         order="fair",
+        quantum_us=60_000_000,
         starvation_us=7_200_000_000,
         max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 1.2, JobClass.SCAVENGER: inf},
     ),
