@@ -58,7 +58,7 @@ models:
 device: {{kind: cpu, bytes: 2816MiB, cores: {{n1: [0], n2: [1]}}}}
 host: {{bytes: 4096MiB}}
 limits: {{versions_per_model: 1}}
-scheduler: {{placement: {placement}, order: fifo, anticipation: 20ms, gradient_anticipation: 1s, quantum: 10s}}
+scheduler: {{placement: {placement}, anticipation: 20ms, gradient_anticipation: 1s, quantum: 10s, sample_quantum: 10s}}
 service_user: plexrl
 munge_socket: {munge}
 """

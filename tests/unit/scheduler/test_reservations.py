@@ -151,3 +151,36 @@ def test_a_starving_gang_takes_a_reservation_over():
     ex.finish("old:1")
     ex.wait(10 * S)
     assert ex.started[-1] == "both:1"
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_samples_make_way_for_a_gang_that_keeps_gpus_free(replicas):
+    """`both` has GPU 1 and waits for GPU 0, where a rollout of minutes goes on: a quarter of its quantum is enough."""
+    ex = pool(2, order="fifo", quantum_us=20 * S, sample_quantum_us=300 * S, prefetch=False)
+    player = Player(ex, switch_us=0)
+    for i in range(replicas):
+        ex.put(f"s{i}", Role.SAMPLE, f"s{i}", ["n1:0"], 64, 64 * i, resident=True)
+    ex.put("both", Role.TRAIN, "both", ["n1:0", "n1:1"], 64, 512, resident=True)
+    for i in range(replicas):
+        player.start(rollout(player, f"s{i}"))
+    player.start(single(player, "both", 1 * S), 1 * S)
+    player.run(30 * S)
+    at, end = [(at, turn) for at, turn in player.turns("s0/0") if turn.ended][0]
+    assert (at, end.reason) == (5 * S, "gang")
+    assert began(player, "both/0")[0] < 6 * S
+
+
+def rollout(player: Player, group: str) -> Job:
+    yield [player.submit(group, group, SAMPLE, 200 * S, units=9)]
+
+
+def test_overlapping_samplers_do_not_hand_each_other_the_gpus_at_every_token():
+    """Two replicas over GPUs 0-1 and 1-2, and two over 0 and 2: each keeps a GPU free for another all the time."""
+    ex = pool(3, order="hrrs", quantum_us=20 * S, prefetch=False)
+    player = Player(ex, switch_us=0)
+    for i, gpus in enumerate([[0, 1], [1, 2], [0], [2]]):
+        ex.put(f"s{i}", Role.SAMPLE, f"s{i}", [f"n1:{gpu}" for gpu in gpus], 64, 64 * i, resident=True)
+        player.start(rollout(player, f"s{i}"))
+    player.run(600 * S)
+    assert ex.count(Pause) <= 4 * 600 / 5
+    assert {f"s{i}:1" for i in range(4)} <= set(player.done)
