@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SKIPPED = {".venv", ".git", ".cache", "build", "dist", "demo-out", ".pytest_cache"}
 # Where a document may lead: papers, standards, and addresses of this machine or of nobody.
-HOSTS = re.compile(r"127\.[\d.]+|hub|.*\.example|www\.apache\.org|semver\.org|keepachangelog\.com")
+HOSTS = re.compile(r"127\.[\d.]+|hub|.*\.example|www\.w3\.org|www\.apache\.org|semver\.org|keepachangelog\.com")
 URL = re.compile(r"https?://([A-Za-z0-9.-]+)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
