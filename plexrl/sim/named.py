@@ -36,6 +36,6 @@ POLICIES = {
         order="fair",
         quantum_us=60_000_000,
         starvation_us=7_200_000_000,
-        max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 1.2, JobClass.SCAVENGER: inf},
+        max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 2.0, JobClass.SCAVENGER: inf},
     ),
 }
