@@ -1,6 +1,7 @@
 """Order of the tests, what happens without Slurm, and the models that tests load."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,11 @@ settings.load_profile("plexrl")
 
 ROOT = Path(__file__).parent.parent
 QUICK_FIRST = ("unit", "property", "wire", "gateway", "engines", "pool", "attach", "slurm", "security", "e2e", "gpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A terminated run is an interrupted one: pools and clusters of its fixtures end with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
