@@ -84,6 +84,12 @@ def quick(plans: list[JobPlan]) -> list[JobPlan]:
     ]
 
 
+def mean_stretch(result: Result) -> float:
+    """Of all jobs: arrival to end, over the time alone."""
+    values = stretches(result)
+    return sum(values) / len(values)
+
+
 def worst_stretch(result: Result) -> float:
     """Of the job that suffers most: arrival to end, over the time alone."""
     return max(stretches(result))
@@ -98,15 +104,23 @@ def cases() -> list[Case]:
     few = rolled(jobs(3, "0.5B", steps=10, train_share=0.5), prompts=128, calls=1)
     many = rolled(jobs(5, "0.5B", name="s", steps=60, train_share=0.05), prompts=4, calls=1)
     crowd = workload(quick([*few, *many]), gpus=1, bytes_=400)
-    mixed = workload([*jobs(2, steps=8), *jobs(6, "1.5B", name="s", steps=20)])
+    singles = rolled(jobs(8, "0.5B", name="s", steps=30), calls=2)
+    mixed = workload(quick([*jobs(2, steps=8), *singles]))
     tails = workload(rolled(jobs(3), calls=10))
     pieces = workload(retrained(jobs(3, train_share=0.3), calls=12), bytes_=60, switch=SLOW)
     alike = jobs(4)
     shared = [structs.replace(plan, base="7B") for plan in alike]
+    plain, first_come = structs.replace(FULL, prefetch=False), structs.replace(FULL, order="fifo")
     hasty = structs.replace(FULL, quantum_us=1_000_000, sample_quantum_us=1_000_000)
     patient = structs.replace(FULL, quantum_us=15_000_000, gradient_anticipation_us=15_000_000)
     return [
-        Case("lazy offload", "3 jobs whose states fit together", *without(roomy, lazy=False), *hours),
+        Case(
+            "lazy offload",
+            "3 jobs whose states fit together, no prefetch to hide the copies",
+            (roomy, plain),
+            (roomy, structs.replace(plain, lazy=False)),
+            *hours,
+        ),
         Case("prefetch", "3 jobs, two states fit, slow copies", *without(two_of_three, prefetch=False), *hours),
         Case(
             "HRRS",
@@ -129,7 +143,14 @@ def cases() -> list[Case]:
             (tight, structs.replace(hasty, min_turn_factor=0.0)),
             *hours,
         ),
-        Case("backfill", "2 jobs on all GPUs, 6 on some", *without(mixed, backfill=False), *hours),
+        Case(
+            "backfill",
+            "2 jobs on all GPUs, 8 on one each, order fifo",
+            (mixed, first_come),
+            (mixed, structs.replace(first_come, backfill=False)),
+            "mean stretch",
+            mean_stretch,
+        ),
         Case("long-tail gathering", "3 jobs of 8 replicas", *without(tails, gather_share=1.0), *hours),
         Case("shared base", "4 LoRA jobs of one base", (workload(shared), FULL), (workload(alike), FULL), *hours),
         Case(
