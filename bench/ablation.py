@@ -125,7 +125,8 @@ def cases() -> list[Case]:
         Case(
             "HRRS",
             "3 jobs of long calls, 5 of short ones, one GPU; beside fifo",
-            *without(crowd, order="fifo"),
+            (crowd, structs.replace(FULL, order="hrrs")),
+            (crowd, structs.replace(FULL, order="fifo")),
             "worst stretch",
             worst_stretch,
         ),
