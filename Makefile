@@ -36,8 +36,8 @@ test: setup $(MODEL)/config.json ## all tests, the quick ones first; what needs 
 	@if $(BIN)/python scripts/system_packages.py; then $(MAKE) --no-print-directory -C slurm_plugin; fi
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: setup ## what takes too long for `make test`: the scheduler's rules under ten seeds
-	PLEXRL_SEEDS=10 $(BIN)/python -m pytest tests/property/test_scheduler.py $(ARGS)
+soak: setup ## what takes too long for `make test`: all property tests on other examples, the scheduler under ten seeds
+	PLEXRL_SEEDS=10 $(BIN)/python -m pytest tests/property tests/unit/scheduler $(ARGS)
 
 bench: setup $(MODEL)/config.json ## every figure that the docs quote
 	$(BIN)/python -m bench.call --json

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A machine may be busy: no test is judged by its time.
-settings.register_profile("plexrl", deadline=None)
+# A machine may be busy: no test is judged by its time. The same examples in every run; `make soak` draws others.
+settings.register_profile("plexrl", deadline=None, derandomize="PLEXRL_SEEDS" not in os.environ)
 settings.load_profile("plexrl")
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ from plexrl.scheduler.admission import Admission
 from plexrl.scheduler.budget import Budget
 from plexrl.scheduler.costs import Learned
 from plexrl.scheduler.fairshare import Shares
-from plexrl.scheduler.gang import Entry, GangState
+from plexrl.scheduler.gang import SCAVENGER, Entry, GangState
 from plexrl.scheduler.line import Line, Waiter
 from plexrl.scheduler.order import ORDERS, service_us
 from plexrl.scheduler.placement import Floor
@@ -223,7 +223,7 @@ class Books:
         """Put the gang where it belongs in line, or out of it."""
         old, first = self.line.get(state.id), state.first
         state.peers, state.reach = (), state.gpus
-        if first is not None and first.call.peer in self.groups:
+        if first is not None and first.call.peer in self.groups and state.residency is not Residency.COLD:
             state.peers = (self.groups[first.call.peer][0],)
             state.reach = tuple(dict.fromkeys((*state.gpus, *state.peers[0].gpus)))
         if state.id in self.turns or not state.eligible:
@@ -235,13 +235,16 @@ class Books:
             ticket, since_us = max(ticket, first.number), max(since_us, first.since_us)
             due_us = first.due_us
         rank, tenant = state.rank, first.tenant if first else state.owner
-        if old and old.gpus == state.reach and old.rank == rank:
+        if old and old.gpus == state.reach and old.rank == rank and old.tenant.job == tenant.job:
             old.tenant, old.ticket, old.since_us, old.due_us = tenant, ticket, since_us, due_us
             old.service_us = service_us(state, self.policy)
             return
+        kept = old and old.gpus == state.reach and rank != SCAVENGER and self.line.holds(old)
         self._unlist(state)
         waiter = Waiter(state, tenant, ticket, since_us, due_us, state.reach, rank, service_us(state, self.policy))
         self.line.put(waiter)
+        if kept:
+            self.line.reserve(waiter)
         for gpu in waiter.gpus:
             turn = self.held.get(gpu)
             if turn is None:
@@ -266,8 +269,10 @@ class Books:
         """Give up the waiter's reservations, if it has any. All that were in their way may want ones of their own."""
         if self.line.holds(waiter):
             self.line.release(waiter)
-            self._stir_limited(waiter)
             for gpu in waiter.gpus:
+                turn = self.held.get(gpu)
+                if turn is not None:
+                    self._stir(turn)
                 self._open.update(gpu for other in self.line.on[gpu].values() for gpu in other.gpus)
 
     def _stir(self, turn: OpenTurn) -> None:

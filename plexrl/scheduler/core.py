@@ -1,11 +1,11 @@
 """What the scheduler concludes after each event."""
 
-from plexrl.scheduler.actions import Action, Closed, Run
+from plexrl.scheduler.actions import Action, Closed, Placed, Run
 from plexrl.scheduler.invariants import check
 from plexrl.scheduler.samples import Samples
 from plexrl.scheduler.spans import Use
 from plexrl.scheduler.turn import OpenTurn, Phase
-from plexrl.types import SpanClass
+from plexrl.types import Residency, SpanClass
 
 
 class Core(Samples):
@@ -61,8 +61,12 @@ class Core(Samples):
         return actions
 
     def _place_waiting(self) -> None:
-        """Give places to jobs whose time has come. Set by the scheduler's events."""
-        raise NotImplementedError
+        """Give places to jobs whose time has come."""
+        for tenant, specs, placements in self.admission.ready(self.now, self.policy):
+            for spec, placement in zip(specs, placements, strict=True):
+                for state in self._adopt(placement, spec, Residency.COLD):
+                    self._enlist(state)
+            self._actions.append(Placed(tenant.job, placements))
 
     def _pump(self, turn: OpenTurn) -> None:
         """Hand the executor what may run now; newcomers join while the turn lasts."""

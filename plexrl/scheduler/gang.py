@@ -117,10 +117,12 @@ class GangState:
     @property
     def eligible(self) -> bool:
         """Has something to do that needs its GPUs."""
-        if self.moving or not all(peer.built for peer in self.peers):
+        if self.moving:
             return False
         if self.residency is Residency.COLD:
             return True
+        if not all(peer.built for peer in self.peers):
+            return False
         return bool(self.queue) and self.residency is not Residency.LOST and not (self.trains and self.active)
 
     @property

@@ -9,18 +9,15 @@ them raises.
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop
 
-from plexrl.scheduler.actions import Action, Placed, Relocate
-from plexrl.scheduler.core import Core
-from plexrl.scheduler.costs import Learned
+from plexrl.scheduler.actions import Action
 from plexrl.scheduler.explain import explain
-from plexrl.scheduler.gang import Entry, GangState, rivals
-from plexrl.scheduler.turn import OpenTurn, Phase
-from plexrl.types import BadInput, Call, CallKind, GroupSpec, Moved, Placement, Residency, Role, Tenant
+from plexrl.scheduler.gang import Entry, rivals
+from plexrl.scheduler.profiles import Profiles
+from plexrl.scheduler.turn import Phase
+from plexrl.types import BadInput, Call, GroupSpec, Moved, Placement, Residency, Tenant
 
-_PROFILED = 3  # optim_steps or rollouts after which what a group needs counts as known (ours)
 
-
-class Scheduler(Core):
+class Scheduler(Profiles):
     """The scheduler of one pool.
 
     gpus: name (`<node>:<index>`) -> bytes. roles: GPU -> what may be placed on it (any, if it is not named). hosts:
@@ -109,13 +106,6 @@ class Scheduler(Core):
         self.admission.withdraw(job)
         self._admit = True
         return self._settle()
-
-    def _place_waiting(self) -> None:
-        for tenant, specs, placements in self.admission.ready(self.now, self.policy):
-            for spec, placement in zip(specs, placements, strict=True):
-                for state in self._adopt(placement, spec, Residency.COLD):
-                    self._enlist(state)
-            self._actions.append(Placed(tenant.job, placements))
 
     def restore(
         self,
@@ -247,16 +237,6 @@ class Scheduler(Core):
         self._changed(state)
         return self._settle()
 
-    def _think(self, state: GangState) -> None:
-        """Learn how long the gang's users take from a result to the next call."""
-        if state.finished_us is not None and not state.active and not state.queue:
-            gap = self.now - state.finished_us
-            think = state.think.get(state.last)
-            if think is None:
-                think = state.think[state.last] = Learned()
-            think.observe(gap)
-            state.idle_us += gap
-
     def cancel(self, now: int, call_id: str) -> list[Action]:
         """A call that waits is dropped. One that runs is the executor's to stop, which it reports as `finished`.
 
@@ -290,72 +270,6 @@ class Scheduler(Core):
             self._changed(state)
             if ran:
                 self._profile(state, entry, turn)
-        return self._settle()
-
-    def _profile(self, state: GangState, entry: Entry, turn: OpenTurn | None) -> None:
-        """Count what tells how much of its GPUs a group needs; when that is known, placement goes by it."""
-        group = state.spec.group
-        if state.spec.role is Role.SAMPLE:
-            if not self.rollouts[group].over:
-                return
-        elif entry.call.kind is not CallKind.OPTIM_STEP:
-            return
-        state.steps += 1
-        gangs = self.groups[group]
-        if state.steps < _PROFILED or (state.steps > _PROFILED and not self.policy.relocate):
-            return
-        duties = [gang.duty for gang in gangs if gang.duty is not None]
-        if not duties:
-            return
-        self.floor.set_duty(group, sum(duties) / len(duties))
-        if self.policy.relocate and state.trains and turn and not turn.gradients and turn.drained_us is not None:
-            self._relocate(state, turn)
-
-    # ---- placed anew
-
-    def _relocate(self, state: GangState, turn: OpenTurn) -> None:
-        """At the natural end of a turn: go where there is clearly more room, once."""
-        group = state.spec.group
-        if group in self.relocated_groups:
-            return
-        better = self.floor.better(group, self.policy, state.owner)
-        if better is None:
-            return
-        self.relocated_groups.add(group)
-        state.moving = True
-        self._tell_unions(state)
-        self._moves[group] = better
-        self._end(turn, "relocated")
-        self._actions.append(Relocate(group, better))
-
-    def relocated(self, now: int, group: str, ok: bool) -> list[Action]:
-        """The answer to Relocate. ok: its state is saved and its engines have ended; it is built anew at its new place.
-
-        Not ok: it stays where it is. Ignored unless that is under way.
-        """
-        self._at(now)
-        placement = self._moves.pop(group, None)
-        states = self.groups.get(group)
-        if placement is None or not states or not states[0].moving:
-            return self._settle()
-        old = states[0]
-        old.moving = False
-        if ok:
-            entries = list(old.queue.values())
-            for entry in entries:
-                old.forget(entry)
-            self._fail(old, "relocated")
-            self._abandon(old)
-            self.floor.move(group, placement)
-            (new,) = self._adopt(placement, old.spec, Residency.COLD)
-            new.think, new.service, new.cycle, new.steps = old.think, old.service, old.cycle, old.steps
-            new.finished_us, new.last = old.finished_us, old.last
-            for entry in entries:
-                new.accept(entry)
-                self.calls[entry.call.id] = entry, new
-            self._admit = True
-        self._enlist(self.groups[group][0])
-        self._tell_unions(self.groups[group][0])
         return self._settle()
 
     # ---- answers

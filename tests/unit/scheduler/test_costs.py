@@ -197,7 +197,9 @@ def test_hrrs_prefers_the_resident_and_the_short_and_in_the_end_the_one_that_wai
 
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.integers(0, 10**9), st.floats(0.125, 1))
 def test_hrrs_grows_with_waiting_from_the_factor_on(wait: int, service: int, switch: int, factor: float):
-    assert factor <= hrrs(wait, service, switch, factor) <= hrrs(wait + 1000, service, switch, factor)
+    rounded = 1 + 1e-12
+    assert factor <= hrrs(wait, service, switch, factor) * rounded
+    assert hrrs(wait, service, switch, factor) <= hrrs(wait + 1000, service, switch, factor) * rounded
 
 
 def test_a_turn_is_kept_no_longer_than_switching_would_cost():

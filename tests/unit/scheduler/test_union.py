@@ -193,3 +193,17 @@ def test_a_union_turn_is_paused_at_its_quantum_and_goes_on_later():
     ex.finish("s:1")
     ex.wait(1 * S)
     assert ex.started == ["t:1", "s:1", "t:1"]
+
+
+def test_a_gang_is_built_whatever_its_first_call_waits_for():
+    ex = pair([0, 1], [2, 3])
+    ex.submit("t", "t", FB, 1)
+    for name in ("s/0", "t/0"):
+        ex.lose(ex.engines[name], Random(1))
+    ex.do(ex.scheduler.rebuild(ex.now, "t/0"))
+    ex.submit("t", "t", PUBLISH, 2, peer="s")
+    ex.answer(ex.engines["t/0"])
+    ex.wait(1 * S)
+    assert ex.engines["t/0"].built
+    ex.submit("t", "t", FB, 3)
+    assert "t:3" not in ex.started  # behind the publication, which waits for the peer's engine
