@@ -58,7 +58,9 @@ def test_the_next_group_comes_in_beside_the_turn_and_the_bits_are_the_same(local
         same_training(pool, alone, finish(program))
     assert beside(pool) > 0, decisions(pool)
     written, placed = decisions(pool), of_kind(pool, records.GroupPlaced)
-    assert {"build", "switch"} <= {entry["reason"] for entry in written if entry["what"] == "began"}
+    # Whether a turn found its gang there already, or waited for it, is a matter of milliseconds.
+    began = {entry["reason"] for entry in written if entry["what"] == "began"}
+    assert "build" in began and began & {"switch", "prefetched", "resident"}
     assert all(entry["waited_us"] >= 0 for entry in written if entry["what"] == "began")
     pool.stop()
     (line,) = json.loads((pool.state / "profiles.json").read_text())
