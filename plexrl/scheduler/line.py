@@ -52,14 +52,13 @@ class Line:
         for gpu in waiter.gpus:
             self.on[gpu][waiter.state.id] = waiter
 
-    def discard(self, gang: str) -> Waiter | None:
-        """The gang waits no longer; its former place. Its reservations are to be released before."""
+    def discard(self, gang: str) -> None:
+        """The gang waits no longer. Its reservations are to be released before."""
         waiter = self._all.pop(gang, None)
         if waiter:
             self.ranks[waiter.rank] -= 1
             for gpu in waiter.gpus:
                 del self.on[gpu][gang]
-        return waiter
 
     def holds(self, waiter: Waiter) -> bool:
         """Whether it has reservations."""

@@ -64,6 +64,27 @@ SIZES = {
 WEIGHTS = {"0.5B": 4.0, "1.5B": 3.0, "7B": 2.0, "7B-16": 1.0}  # ours: small jobs abound
 
 
+def sides(it: Size) -> tuple[TrainPlan, SamplePlan]:
+    """Trainer and sampler of a size: bytes by parameter, speeds by costs.service_prior."""
+    state = int(STATE_PER_PARAMETER * it.parameters / it.train_gpus)
+    weights = int(WEIGHT_PER_PARAMETER * it.parameters / it.replica_gpus)
+    train = TrainPlan(
+        gpus=it.train_gpus,
+        device_bytes=state + WORKSPACE_BYTES,
+        host_bytes=state,
+        service=service_prior(it.active, it.train_gpus),
+        publish_us=round(500_000 + WEIGHT_PER_PARAMETER * it.parameters / PUBLISH_BYTES_PER_US),
+    )
+    sample = SamplePlan(
+        replicas=it.replicas,
+        gpus=it.replica_gpus,
+        device_bytes=weights + KV_BYTES,
+        host_bytes=weights,
+        service=service_prior(it.active, it.replica_gpus),
+    )
+    return train, sample
+
+
 def job(
     name: str, size: str, *, train_share: float, lag: int = 0, stalls: Stalls | None = None, **fields: object
 ) -> JobPlan:
@@ -72,26 +93,13 @@ def job(
     fields: of JobPlan. Decoding and prefill by costs.service_prior, which is set by published rates.
     """
     it = SIZES[size]
-    state = int(STATE_PER_PARAMETER * it.parameters / it.train_gpus)
-    weights = int(WEIGHT_PER_PARAMETER * it.parameters / it.replica_gpus)
+    train, sample = sides(it)
     plan = JobPlan(
         job=name,
         model=size,
         lag=lag,
-        train=TrainPlan(
-            gpus=it.train_gpus,
-            device_bytes=state + WORKSPACE_BYTES,
-            host_bytes=state,
-            service=service_prior(it.active, it.train_gpus),
-            publish_us=round(500_000 + WEIGHT_PER_PARAMETER * it.parameters / PUBLISH_BYTES_PER_US),
-        ),
-        sample=SamplePlan(
-            replicas=it.replicas,
-            gpus=it.replica_gpus,
-            device_bytes=weights + KV_BYTES,
-            host_bytes=weights,
-            service=service_prior(it.active, it.replica_gpus),
-        ),
+        train=train,
+        sample=sample,
         rollout=Rollout(
             prompts=it.prompts,
             lengths=Lengths(max_tokens=it.max_tokens, mean_tokens=it.mean_tokens),

@@ -12,40 +12,19 @@ from random import Random
 
 from msgspec import Struct, structs
 
-from plexrl.scheduler.costs import SWITCH_PRIOR, service_prior
+from plexrl.scheduler.costs import SWITCH_PRIOR
 from plexrl.sim.draws import draw
-from plexrl.sim.generate import (
-    KV_BYTES,
-    PUBLISH_BYTES_PER_US,
-    REWARD_SHARE,
-    STATE_PER_PARAMETER,
-    WEIGHT_PER_PARAMETER,
-    WORKSPACE_BYTES,
-    rollout_us,
-    step_us,
-    with_share,
-)
-from plexrl.sim.workload import Cluster, JobPlan, Lengths, Rollout, SamplePlan, TrainPlan, Workload
+from plexrl.sim.generate import REWARD_SHARE, Size, rollout_us, sides, step_us, with_share
+from plexrl.sim.workload import Cluster, JobPlan, Lengths, Rollout, Workload
 
 MINUTE_US = 60_000_000
 
 
-class Shape(Struct, frozen=True):
-    """A size of jobs: twice as many training GPUs as rollout GPUs, as in two of the paper's settings (facts 1.9)."""
-
-    parameters: float
-    train_gpus: int
-    replicas: int
-    replica_gpus: int
-    prompts: int
-    max_tokens: int
-    mean_tokens: int
-
-
+# Twice as many training GPUs as rollout GPUs, as in two of the paper's settings (facts 1.9).
 SHAPES = {
-    "small": Shape(7.6e9, 8, 2, 2, 32, 8192, 1800),
-    "middle": Shape(14e9, 16, 4, 2, 64, 16384, 3600),
-    "large": Shape(32.8e9, 64, 4, 8, 64, 16384, 3600),
+    "small": Size(7.6e9, 7.6e9, 8, 2, 2, 32, 8192, 1800),
+    "middle": Size(14e9, 14e9, 16, 4, 2, 64, 16384, 3600),
+    "large": Size(32.8e9, 32.8e9, 64, 4, 8, 64, 16384, 3600),
 }
 CALLS = 3  # sample calls per replica and step, and one forward_backward: few, for speed
 
@@ -105,27 +84,13 @@ def workload(name: str, jobs: Iterable[JobPlan], seed: int, *, nodes: int, train
 def job(name: str, shape: str, *, share: float, lag: int, minutes: float) -> JobPlan:
     """share: training's of a step alone. minutes: of all its steps alone; three steps at least."""
     it = SHAPES[shape]
-    state = int(STATE_PER_PARAMETER * it.parameters / it.train_gpus)
-    weights = int(WEIGHT_PER_PARAMETER * it.parameters / it.replica_gpus)
+    train, sample = sides(it)
     plan = JobPlan(
         job=name,
         model=shape,
         lag=lag,
-        train=TrainPlan(
-            gpus=it.train_gpus,
-            device_bytes=state + WORKSPACE_BYTES,
-            host_bytes=state,
-            service=service_prior(it.parameters, it.train_gpus),
-            publish_us=round(500_000 + WEIGHT_PER_PARAMETER * it.parameters / PUBLISH_BYTES_PER_US),
-            calls=1,
-        ),
-        sample=SamplePlan(
-            replicas=it.replicas,
-            gpus=it.replica_gpus,
-            device_bytes=weights + KV_BYTES,
-            host_bytes=weights,
-            service=service_prior(it.parameters, it.replica_gpus),
-        ),
+        train=structs.replace(train, calls=1),
+        sample=sample,
         rollout=Rollout(
             prompts=it.prompts, lengths=Lengths(max_tokens=it.max_tokens, mean_tokens=it.mean_tokens), calls=CALLS
         ),
