@@ -44,7 +44,7 @@ class AgentHello(Message):
     """A node's agent, its GPUs in order, and what it holds.
 
     birth: another one means that the process, its memory and its engine hosts are others. children: engine hosts as
-    (gang, rank, build). slabs: names in the arena.
+    (gang, rank, build). slabs: names in the arena. spilled: names of slabs that are on NVMe instead.
     """
 
     node: str
@@ -52,6 +52,7 @@ class AgentHello(Message):
     birth: str
     children: tuple[tuple[str, int, str], ...]
     slabs: tuple[str, ...]
+    spilled: tuple[str, ...] = ()
 
 
 class ChildEnded(Message):
@@ -65,19 +66,46 @@ class ChildEnded(Message):
 
 
 class Allocate(Message):
-    """Order: a slab in the node's arena, idempotent by name. Value: slab, created."""
+    """Order: a slab in the node's arena, idempotent by name. Value: slab.
+
+    gpu: index of the GPU that it will move to and from; its NUMA node is preferred. -1: any. Category `user`: it does
+    not fit.
+    """
 
     id: int
     name: str
     size: int
     owner: int
+    gpu: int = -1
 
 
 class Free(Message):
-    """Order: give a slab back (one that is gone is fine)."""
+    """Order: give a slab back, wherever its bytes are (one that is gone is fine)."""
 
     id: int
     name: str
+
+
+class Spill(Message):
+    """Order: move a slab that no engine host maps any more to NVMe. Value: bytes, seconds.
+
+    The slab is cleared and free afterwards. Category `user`: no room there; then the slab is as it was.
+    """
+
+    id: int
+    name: str
+
+
+class Refill(Message):
+    """Order: move a spilled slab back into the arena; it may lie elsewhere than before. Value: slab, bytes, seconds.
+
+    Category `user`: no room in the arena, it stays on NVMe. `damaged`: what was read is not what was written; the
+    bytes are lost, `Free` forgets them.
+    """
+
+    id: int
+    name: str
+    gpu: int = -1
 
 
 class Spawn(Message):
@@ -135,6 +163,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     cpu_us: int = 0
     wall_us: int = 0
     moved_bytes: int = 0
+    moved_us: int = 0
 
 
 class HostHello(Message):
@@ -164,7 +193,7 @@ class Paused(Message):
 
 
 class Order(Message):
-    """Order to an engine host: create, drop, attach, detach, take, offload or load.
+    """Order to an engine host: create, drop, attach, detach, take, offload, load, spill or rehome.
 
     Value: what was moved; of take, what was drawn of each call.
     """
@@ -209,6 +238,8 @@ AnyMessage = (
     | ChildEnded
     | Allocate
     | Free
+    | Spill
+    | Refill
     | Spawn
     | Kill
     | Shutdown

@@ -4,12 +4,16 @@ from msgspec import Struct
 
 
 class Slab(Struct, frozen=True):
-    """A named piece of a node's host arena. owner: the uid whose bytes it holds, -1 for shared read-only state."""
+    """A named piece of a node's host arena. owner: the uid whose bytes it holds, -1 for shared read-only state.
+
+    numa: the NUMA node whose memory it is.
+    """
 
     name: str
     offset: int
     size: int
     owner: int
+    numa: int = 0
 
 
 class Moved(Struct, frozen=True, kw_only=True):
