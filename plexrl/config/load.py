@@ -4,7 +4,8 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -82,8 +83,8 @@ def _keys(section: Location) -> list[str]:
             named = False
             continue
         inner = _field(model, str(part))
-        named = not isinstance(inner, type)
-        model = get_args(inner)[1] if named else inner
+        named = get_origin(inner) is dict
+        model = get_args(inner)[1] if named else next((t for t in get_args(inner) if t is not NoneType), inner)
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
@@ -97,6 +98,9 @@ def _check(config: PoolConfig) -> list[Problem]:
     problems: list[Problem] = []
     if os.path.exists(config.state_dir) and not os.path.isdir(config.state_dir):
         problems.append((("state_dir",), f"{config.state_dir} is not a directory", "Name a directory of the pool"))
+    if config.nvme is not None and Path(config.nvme.path).is_relative_to(config.state_dir):
+        mend = "Name a directory on each node's own disk; state_dir is on a file system that all nodes see"
+        problems.append((("nvme", "path"), f"{config.nvme.path} lies in state_dir", mend))
     for name, model in config.models.items():
         here: Location = ("models", name)
         if not valid_model_name(name):

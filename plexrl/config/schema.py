@@ -133,6 +133,13 @@ class Host(Section):
     bytes: Bytes = 6 * 2**30
 
 
+class Nvme(Section):
+    """Where state goes that host memory has no room for. path: a directory on each node's own disk. bytes: at most."""
+
+    path: AbsolutePath
+    bytes: Bytes
+
+
 class MaxStretch(Section):
     """By class, the predicted slowdown beyond which nobody else is placed beside a job; `.inf` is no bound."""
 
@@ -204,6 +211,7 @@ class PoolConfig(Section):
     models: Annotated[dict[str, Model], Field(min_length=1)]
     device: Device = Device()
     host: Host = Host()
+    nvme: Nvme | None = None
     scheduler: SchedulerPolicy = SchedulerPolicy()
     limits: Limits = Limits()
     shares: dict[str, Share] = {}

@@ -45,7 +45,7 @@ def test_defaults(write, folder):
     assert (config.device.roles, config.shares, config.tenants) == ({}, {}, {})
     assert config.limits.sequence_gap_us == 330_000_000
     assert config.device.core("n1", 1) == 1
-    assert config.munge_socket is None
+    assert config.munge_socket is None and config.nvme is None
 
 
 def test_everything_written_out(write):
@@ -55,6 +55,7 @@ def test_everything_written_out(write):
             + "    accounts: [ml, bio]\n    dtype: bfloat16\n    train: {gpus: 2}\n"
             + "    sample: {replicas: 2, kv_bytes: 64MiB}\n"
             + "device: {bytes: 1.5GiB, cores: {n2: [1]}, roles: {n1: [train, any]}}\nhost: {bytes: 4096}\n"
+            + "nvme: {path: /scratch/lab, bytes: 2TiB}\n"
             + "scheduler:\n  {placement: isolated, anticipation: 70ms, quantum: 0.5, min_turn_factor: 2,\n"
             + "   half_life: 2d, max_stretch: {normal: .inf, scavenger: 8}, gather_share: 1}\n"
             + "shares: {ml: {shares: 2, users: {alice: 0}}}\ntenants: {bio: {class: interactive, deadline: 30s}}\n"
@@ -66,6 +67,7 @@ def test_everything_written_out(write):
     assert (config.device.bytes, config.device.core("n2", 0), config.device.core("n1", 0)) == (3 * 2**29, 1, 0)
     assert (config.scheduler.anticipation_us, config.scheduler.quantum_us) == (70_000, 500_000)
     assert config.scheduler.half_life_us == 2 * 86_400_000_000
+    assert (config.nvme.path, config.nvme.bytes) == ("/scratch/lab", 2**41)
     stretch = config.scheduler.max_stretch
     assert (stretch.interactive, stretch.normal, stretch.scavenger) == (2.0, inf, 8.0)
     assert config.device.roles == {"n1": ("train", "any")}
@@ -116,6 +118,11 @@ def test_everything_written_out(write):
         (SMALLEST.replace("state_dir: /var/lib/plexrl/lab\n", ""), 1, "state_dir", "Add `state_dir: ...`"),
         (SMALLEST.replace("MODEL", "/no/such/folder"), 4, "models.tiny.path", "plexrl model smollm2"),
         (SMALLEST.replace("tiny", "../tiny"), 3, "models.../tiny", "letters"),
+        (SMALLEST + "nvme: {path: /scratch}\n", 5, "nvme.bytes", "Add `bytes: ...`"),
+        (SMALLEST + "nvme:\n  path: scratch\n  bytes: 1GiB\n", 6, "nvme.path", "Correct the value"),
+        (SMALLEST + "nvme:\n  path: /scratch\n  bytes: 0\n", 7, "nvme.bytes", "Correct the value"),
+        (SMALLEST + "nvme:\n  path: /scratch\n  size: 1GiB\n", 7, "nvme.size", "Keys here: path, bytes"),
+        (SMALLEST + "nvme:\n  path: /var/lib/plexrl/lab/x\n  bytes: 1GiB\n", 6, "nvme.path", "own disk"),
         ("state_dir: /x\nmodels: {}\n", 2, "models", "at least one"),
     ],
 )

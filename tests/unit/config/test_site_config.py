@@ -24,7 +24,7 @@ def test_it_names_every_key():
             if hasattr(inner, "model_fields"):
                 yield from keys(inner)
 
-    from plexrl.config import Model, Share, Standing
+    from plexrl.config import Model, Nvme, Share, Standing
 
     written = set(re.findall(r"[{ #]*(\w+):", TEXT))
-    assert {*keys(PoolConfig), *keys(Model), *keys(Share), *keys(Standing)} - written == set()
+    assert {*keys(PoolConfig), *keys(Model), *keys(Nvme), *keys(Share), *keys(Standing)} - written == set()
