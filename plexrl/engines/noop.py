@@ -86,12 +86,22 @@ class NoopTrainer:
     def publish(self, deployment: str, slab: Slab, folder: Path | None) -> None:
         """Nothing to pack."""
 
+    def spill(self, deployment: str) -> None:
+        """Nothing is held."""
+
+    def rehome(self, deployment: str, slab: Slab) -> None:
+        """Nothing is held."""
+
     def offload(self) -> Moved:
         """Nothing moves."""
         return Moved()
 
     def load_device(self) -> Moved:
         """Nothing moves."""
+        return Moved()
+
+    def undo(self) -> Moved:
+        """Nothing moved."""
         return Moved()
 
     def any_rank(self, flag: bool) -> bool:
@@ -144,6 +154,10 @@ class NoopSampler:
 
     def load_device(self) -> Moved:
         """Nothing moves."""
+        return Moved()
+
+    def undo(self) -> Moved:
+        """Nothing moved."""
         return Moved()
 
     def close(self) -> None:

@@ -21,6 +21,10 @@ class UserError(PlexrlError):
     exit_code = 2
 
 
+class Undone(PlexrlError):
+    """A switch failed on a rank and was taken back on all of them: nothing is lost, and it may be tried again."""
+
+
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """One rank of a worker group, as its agent starts it.
 
@@ -103,10 +107,22 @@ class TrainEngine(Protocol):
         """Pack the weights into a snapshot slab (`sizing.snapshot_bytes`), and as safetensors into folder (rank 0)."""
 
     def offload(self) -> Moved:
-        """Leave the device: every dirty bucket goes home."""
+        """Leave the device: every dirty bucket goes home. What fails is mended by `undo`."""
 
     def load_device(self) -> Moved:
-        """Be on the device again, bit for bit."""
+        """Be on the device again, bit for bit: what the first layers need is there, the calls bring in the rest.
+
+        What fails is mended by `undo`. Raises BadInput, nothing moved, while a slab that it needs is spilled.
+        """
+
+    def undo(self) -> Moved:
+        """Take the last offload or load_device back, whether it failed or not: where the state was, bit for bit."""
+
+    def spill(self, deployment: str) -> None:
+        """Let go of the deployment's slab, whose bytes go elsewhere. Raises BadInput unless it is on the host."""
+
+    def rehome(self, deployment: str, slab: Slab) -> None:
+        """The deployment's bytes are back, in this slab."""
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank of the gang says True (a one-byte all-reduce): all ranks pause at the same boundary."""
@@ -145,10 +161,13 @@ class SampleEngine(Protocol):
         """Drop a call without result; unknown ids are ignored, because the call may just have ended."""
 
     def offload(self) -> Moved:
-        """Leave the device; live sequences are parked in host memory and go on afterwards."""
+        """Leave the device; live sequences are parked in host memory or read again later, whichever costs less."""
 
     def load_device(self) -> Moved:
-        """Be on the device again."""
+        """Be on the device again, as TrainEngine.load_device."""
+
+    def undo(self) -> Moved:
+        """Take the last offload or load_device back, as TrainEngine.undo."""
 
     def close(self) -> None:
         """Free what the process holds."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from plexrl.engines.protocol import Undone
 from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
 from plexrl.types import Moved, PlexrlError, Role, Slab
@@ -183,7 +184,7 @@ class _Leader:
                 return m.Reply(id=order.id, ok=True, value={"moved": [Moved()]})
             value = self._host.order(order.verb, order.args)
         except PlexrlError as error:
-            category = "user" if error.exit_code == 2 else "server"
+            category = "undone" if isinstance(error, Undone) else "user" if error.exit_code == 2 else "server"
             return m.Reply(id=order.id, ok=False, error=str(error), category=category)
         if order.verb in ("offload", "load"):
             self._resident = order.verb == "load"

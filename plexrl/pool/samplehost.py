@@ -1,11 +1,15 @@
 """What a sampling replica does with its engine: a batch that newcomers join, one decode step at a time."""
 
+import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
-from plexrl.engines.protocol import SampleEngine, UserError
+from plexrl.engines.protocol import SampleEngine, Undone, UserError
 from plexrl.pool.messages import Outcome, Work, slab_of
-from plexrl.types import PlexrlError
+from plexrl.types import Moved, PlexrlError
+
+log = logging.getLogger("plexrl.enginehost")
 
 
 class SampleHost:
@@ -67,7 +71,7 @@ class SampleHost:
         return []
 
     def order(self, verb: str, args: dict) -> dict[str, object]:
-        """attach, detach, take, offload or load. Raises PlexrlError."""
+        """attach, detach, take, offload or load. Raises PlexrlError; Undone for a switch that was taken back."""
         match verb:
             case "attach":
                 slab = args["slabs"].get(self._node)
@@ -88,12 +92,23 @@ class SampleHost:
             case "take":
                 return {"drawn": {call: self._take(call) for call in args["calls"] if call in self._live}}
             case "offload":
-                return {"moved": [self._engine.offload()]}
+                return {"moved": [self._switch(self._engine.offload)]}
             case "load":
-                return {"moved": [self._engine.load_device()]}
+                return {"moved": [self._switch(self._engine.load_device)]}
             case _:
                 raise PlexrlError(f"a sampler does not do {verb}")
         return {}
+
+    def _switch(self, move: Callable[[], Moved]) -> Moved:
+        try:
+            return move()
+        except Exception as error:
+            log.exception("a switch failed")
+            try:
+                self._engine.undo()
+            except Exception as broken:
+                raise PlexrlError(f"{error}; it could not be undone: {broken}") from error
+            raise Undone(str(error)) from error
 
     def step(self) -> list[Outcome]:
         """One token for every live sequence."""
@@ -126,6 +141,7 @@ class SampleHost:
                 cpu_us=cpu_us,
                 wall_us=wall_us,
                 moved_bytes=result.moved_bytes,
+                moved_us=result.moved_us,
             )
         self.outcomes[call] = outcome
         return outcome

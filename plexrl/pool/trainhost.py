@@ -4,6 +4,7 @@ Steps are msgpack arrays [verb, ...] told by rank 0 (`Lockstep`). Between two mi
 leave it and come back later; nothing is in flight then, so the gang may be offloaded meanwhile.
 """
 
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Generator
@@ -11,12 +12,18 @@ from pathlib import Path
 
 import msgspec
 
-from plexrl.engines.protocol import TrainEngine, UserError
+from plexrl.engines.protocol import TrainEngine, Undone, UserError
 from plexrl.pool.lockstep import Lockstep
 from plexrl.pool.messages import Outcome, Work, slab_of
 from plexrl.types import BadInput, CallKind, Moved, PlexrlError, Result
 
+log = logging.getLogger("plexrl.enginehost")
 _pack = msgspec.msgpack.Encoder().encode
+
+
+_SWITCHES = frozenset({"offload", "load", "undo"})
+# Steps of a call; the rest are the head's orders, which may come between two of them.
+_CALL = frozenset({"begin", "next", "abandon"})
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,21 +51,31 @@ class TrainRank:
 
     def take(self, step: list) -> Answer:
         """Do one step. Errors become answers: a rank that raised where others did not would hang the gang."""
+        if step[0] not in _CALL:
+            return self._order(*step)
         begun = time.process_time_ns()
         try:
             answer = getattr(self, f"_{step[0]}")(*step[1:])
-        except UserError as error:
-            self._running = None
-            answer = Answer(ok=False, error=str(error), category="user", done=True)
         except PlexrlError as error:
             self._running = None
-            category = "user" if isinstance(error, BadInput) else "server"
-            answer = Answer(ok=False, error=str(error), category=category, done=True)
+            answer = _failed(error)
         self._cpu_us += (time.process_time_ns() - begun) // 1000
         if answer.done:
             answer = msgspec.structs.replace(answer, cpu_us=self._cpu_us)
             self._cpu_us = 0
         return answer
+
+    def _order(self, verb: str, args: dict) -> Answer:
+        """One of the head's orders. A call that is half done stays so, whatever comes of it."""
+        try:
+            return Answer(done=True, moved=getattr(self, f"_{verb}")(args))
+        except PlexrlError as error:
+            return _failed(error)
+        except Exception as error:
+            if verb not in _SWITCHES:
+                raise
+            log.exception("%s failed", verb)
+            return Answer(ok=False, error=f"{verb}: {type(error).__name__}: {error}", category="server", done=True)
 
     def _begin(self, kind: str, deployment: str, args: dict, body: bytes) -> Answer:
         self._cpu_us = 0
@@ -95,7 +112,7 @@ class TrainRank:
         self._running = None
         return Answer(done=True)
 
-    def _create(self, args: dict) -> Answer:
+    def _create(self, args: dict) -> None:
         self._engine.create(
             args["deployment"],
             slab_of(args["slabs"][self._rank]),
@@ -107,17 +124,29 @@ class TrainRank:
         )
         if args["folder"]:
             self._engine.load(args["deployment"], Path(args["folder"]), args["optimizer"])
-        return Answer(done=True)
 
-    def _drop(self, args: dict) -> Answer:
+    def _drop(self, args: dict) -> None:
         self._engine.drop(args["deployment"])
-        return Answer(done=True)
 
-    def _offload(self, args: dict) -> Answer:
-        return Answer(done=True, moved=self._engine.offload())
+    def _spill(self, args: dict) -> None:
+        self._engine.spill(args["deployment"])
 
-    def _load(self, args: dict) -> Answer:
-        return Answer(done=True, moved=self._engine.load_device())
+    def _rehome(self, args: dict) -> None:
+        self._engine.rehome(args["deployment"], slab_of(args["slabs"][self._rank]))
+
+    def _offload(self, args: dict) -> Moved:
+        return self._engine.offload()
+
+    def _load(self, args: dict) -> Moved:
+        return self._engine.load_device()
+
+    def _undo(self, args: dict) -> Moved:
+        return self._engine.undo()
+
+
+def _failed(error: PlexrlError) -> Answer:
+    category = "user" if isinstance(error, BadInput | UserError) else "server"
+    return Answer(ok=False, error=str(error), category=category, done=True)
 
 
 def follow(rank: TrainRank, lockstep: Lockstep) -> None:
@@ -188,13 +217,21 @@ class TrainHost:
         return [outcome]
 
     def order(self, verb: str, args: dict) -> dict[str, object]:
-        """create, drop, offload or load on all ranks. Raises PlexrlError with what the first failing rank said."""
+        """create, drop, spill, rehome, offload or load on all ranks. Raises what the first failing rank said.
+
+        An offload or a load that fails on one rank is undone on all: Undone. When that fails too, PlexrlError.
+        """
         if verb == "drop" and self._current is not None and self._current.deployment == args["deployment"]:
             self.cancel(self._current.id)
         answers = self._all([verb, args])
-        for answer in answers:
-            if not answer.ok:
-                raise (UserError if answer.category == "user" else PlexrlError)(answer.error)
+        failed = next((answer for answer in answers if not answer.ok), None)
+        if failed is not None and verb in ("offload", "load"):
+            broken = next((answer for answer in self._all(["undo", {}]) if not answer.ok), None)
+            if broken is not None:
+                raise PlexrlError(f"{failed.error}; it could not be undone: {broken.error}")
+            raise Undone(failed.error)
+        if failed is not None:
+            raise (UserError if failed.category == "user" else PlexrlError)(failed.error)
         if verb == "create":
             self.deployments.add(args["deployment"])
         elif verb == "drop":
@@ -243,4 +280,5 @@ class TrainHost:
             cpu_us=cpu_us,
             wall_us=wall_us,
             moved_bytes=sum(a.result.moved_bytes for a in answers if a.result),
+            moved_us=max(a.result.moved_us for a in answers if a.result),
         )

@@ -41,8 +41,8 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
 class Result(Struct, frozen=True, kw_only=True):
     """What an engine returns for a call, in the form in which the client gets it.
 
-    units: tokens really worked on. cpu_us: CPU time of this rank, microseconds. moved_bytes: adapter bytes that the
-    call itself had to move before it could run.
+    units: tokens really worked on. cpu_us: CPU time of this rank, microseconds. moved_bytes, moved_us: state that the
+    call itself had to move before it could run (an adapter, what a switch had left for later), bytes and microseconds.
     """
 
     content_type: str
@@ -50,3 +50,4 @@ class Result(Struct, frozen=True, kw_only=True):
     units: int = 0
     cpu_us: int = 0
     moved_bytes: int = 0
+    moved_us: int = 0

@@ -1,15 +1,18 @@
 """What the leader of a gang holds, runs, gives up: with the engine that computes nothing."""
 
+import multiprocessing
+
+import pytest
 from msgspec import structs
 from tinker.proto import tinker_public_pb2 as pb
 
 from plexrl.engines import noop
-from plexrl.engines.protocol import EngineSpec
+from plexrl.engines.protocol import EngineSpec, Undone
 from plexrl.pool.lockstep import Lockstep
 from plexrl.pool.messages import Outcome, Work
 from plexrl.pool.samplehost import SampleHost
-from plexrl.pool.trainhost import TrainHost, TrainRank
-from plexrl.types import CallKind, Role
+from plexrl.pool.trainhost import TrainHost, TrainRank, follow
+from plexrl.types import CallKind, Moved, PlexrlError, Role
 
 
 def trainer() -> TrainHost:
@@ -121,3 +124,111 @@ def test_a_sample_is_taken_and_goes_on_elsewhere_as_if_it_had_begun_there():
     (outcome,) = new.step()
     assert (outcome.id, outcome.ok) == ("c1", True)
     assert outcome.cpu_us >= 5_000_000 and outcome.wall_us >= 70_000_000
+
+
+class Breaking(noop.NoopTrainer):
+    """Fails at a verb on one rank, as a device or its neighbour may; notes what it was told."""
+
+    def __init__(self, spec: EngineSpec, verbs: tuple[str, ...]) -> None:
+        super().__init__(spec)
+        self.verbs = verbs
+        self.told: list[str] = []
+
+    def _meet(self, verb: str) -> Moved:
+        self.told.append(verb)
+        if verb in self.verbs and self.rank == 1:
+            raise RuntimeError(f"no {verb} today")
+        return Moved()
+
+    def offload(self) -> Moved:
+        return self._meet("offload")
+
+    def load_device(self) -> Moved:
+        return self._meet("load")
+
+    def undo(self) -> Moved:
+        return self._meet("undo")
+
+
+def follower(store: str, verbs: tuple[str, ...], queue) -> None:
+    spec = EngineSpec(engine="noop", role=Role.TRAIN, kind="lora", model_dir="", rank=1, world=2)
+    engine = Breaking(spec, verbs)
+    follow(TrainRank(engine, 1, "n", False), Lockstep(1, 2, store, "127.0.0.1"))
+    queue.put(engine.told)
+
+
+@pytest.fixture
+def gang_of_two(tmp_path):
+    """verbs that fail on rank 1 -> the leader's host, its engine, what rank 1 was told when all is over."""
+    context = multiprocessing.get_context("fork")
+    queue, processes = context.Queue(), []
+
+    def make(*verbs: str):
+        processes.append(context.Process(target=follower, args=(str(tmp_path / "s"), verbs, queue), daemon=True))
+        processes[0].start()
+        engine = Breaking(EngineSpec(engine="noop", role=Role.TRAIN, kind="lora", model_dir="", world=2), verbs)
+        host = TrainHost(TrainRank(engine, 0, "n", True), Lockstep(0, 2, str(tmp_path / "s"), "127.0.0.1"))
+
+        def end() -> list[str]:
+            host.exit()
+            return queue.get(timeout=20)
+
+        return host, engine, end
+
+    yield make
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("verb", ["offload", "load"])
+def test_a_switch_that_fails_on_one_rank_is_undone_on_all(gang_of_two, verb):
+    """And a call that is half done goes on afterwards."""
+    host, engine, end = gang_of_two(verb)
+    host.run((work(1),))
+    host.step()
+    host.pause()
+    with pytest.raises(Undone, match=f"no {verb} today"):
+        host.order(verb, {})
+    host.run(())
+    assert next_end(host).ok
+    assert engine.told == end() == [verb, "undo"]
+
+
+def test_a_switch_that_cannot_be_undone_is_no_undone_one(gang_of_two):
+    host, _, end = gang_of_two("offload", "undo")
+    with pytest.raises(PlexrlError, match="no offload today.*could not be undone.*no undo today") as caught:
+        host.order("offload", {})
+    assert not isinstance(caught.value, Undone)
+    end()
+
+
+def test_a_sampler_takes_a_failed_switch_back():
+    class Broken(noop.NoopSampler):
+        undone = 0
+
+        def offload(self) -> Moved:
+            raise RuntimeError("no offload today")
+
+        def undo(self) -> Moved:
+            self.undone += 1
+            return Moved()
+
+    engine = Broken()
+    host = SampleHost(engine, "n")
+    host.run((sample(1),))
+    with pytest.raises(Undone, match="no offload today"):
+        host.order("offload", {})
+    assert engine.undone == 1
+    assert host.step()[0].ok
+
+
+def test_the_cpu_time_of_a_call_includes_what_it_took_before_a_switch():
+    """An order between two micro-batches is no part of the call and ends nothing of it."""
+    host = trainer()
+    host.run((work(1),))
+    host.step()
+    host._rank._cpu_us = 5_000_000
+    host.order("offload", {})
+    host.order("load", {})
+    assert next_end(host).cpu_us >= 5_000_000
