@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,7 +27,10 @@ Buckets = dict[str, list[Spec]]
 
 
 class Architecture(Struct, frozen=True):
-    """What sizes depend on. shapes: parameter name -> shape, without a tied head. config: config.json as it is."""
+    """What sizes depend on. shapes: parameter name -> shape, without a tied head. config: config.json as it is.
+
+    Parameters are in the order in which a forward pass needs them, so that a copy in this order can be overtaken.
+    """
 
     config: dict
     shapes: dict[str, tuple[int, ...]]
@@ -98,13 +102,29 @@ def architecture(model_dir: str) -> Architecture:
                 continue
             shapes[tensor] = tuple(entry["shape"])
             files[tensor] = name
-    order = sorted(shapes)
+    order = sorted(shapes, key=lambda name: (stage(name, config), name))
     return Architecture(config, {k: shapes[k] for k in order}, {k: files[k] for k in order}, tied)
 
 
+def stage(name: str, config: dict) -> int:
+    """When a forward pass needs a parameter: 0 before the layers (embeddings), 1 to n in a layer, n + 1 after them."""
+    layer = re.search(r"\.(\d+)\.", name)
+    if layer is not None:
+        return 1 + int(layer.group(1))
+    return 0 if re.search(r"embed|\bwte\b|\bwpe\b", name) else 1 + config["num_hidden_layers"]
+
+
 def base_specs(arch: Architecture, dtype: str) -> list[Spec]:
-    """All parameters of the model, sorted by name."""
+    """All parameters of the model, in the order of a forward pass."""
     return [(name, shape, dtype) for name, shape in arch.shapes.items()]
+
+
+def staged(arch: Architecture, specs: list[Spec], bucket: str) -> Buckets:
+    """base_specs as one bucket per stage, `bucket`.0000 and so on: side by side they are laid out as in one bucket."""
+    buckets: Buckets = {}
+    for spec in specs:
+        buckets.setdefault(f"{bucket}.{stage(spec[0], arch.config):04d}", []).append(spec)
+    return buckets
 
 
 def adapted(arch: Architecture, attn: bool, mlp: bool, unembed: bool) -> dict[str, tuple[int, int]]:
@@ -139,10 +159,13 @@ def adapter_specs(arch: Architecture, rank: int, attn: bool, mlp: bool, unembed:
     return specs
 
 
-def state_buckets(weights: list[Spec]) -> Buckets:
-    """A deployment's whole training state. One AdamW step counter serves all: they are stepped together."""
+def state_buckets(weights: list[Spec], parts: Buckets | None = None) -> Buckets:
+    """A deployment's whole training state. One AdamW step counter serves all: they are stepped together.
+
+    parts: the weights in several buckets (`staged`) in place of one.
+    """
     return {
-        "weights": weights,
+        **(parts or {"weights": weights}),
         "grads": weights,
         "moment1": weights,
         "moment2": weights,
