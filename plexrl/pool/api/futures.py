@@ -1,0 +1,87 @@
+"""Futures and what else a job may ask: polls, cancellation, why it waits, which base models there are."""
+
+import logging
+import re
+
+from plexrl.pool.api.models import Models
+from plexrl.pool.book import Entry
+from plexrl.pool.core import Core
+from plexrl.pool.groups import Groups
+from plexrl.pool.turns import Turns
+from plexrl.types import ApiError, CallKind, Peer, commands, records
+
+log = logging.getLogger("plexrl.head")
+HOLD_S = 25.0
+_JOB = re.compile(r"\bjob ([0-9]+\.[0-9]+)")
+
+
+class Futures:
+    """Answers the commands about calls that were accepted, and the rare rest."""
+
+    def __init__(self, core: Core, groups: Groups, turns: Turns, models: Models):
+        self._core = core
+        self._groups = groups
+        self._turns = turns
+        self._models = models
+
+    async def retrieve(
+        self, peer: Peer, command: commands.Retrieve
+    ) -> commands.Done | commands.Failed | commands.Pending:
+        """The poll is held for HOLD_S seconds at most."""
+        if (unloaded := self._models.unloaded(peer, command.request_id)) is not None:
+            return unloaded
+        entry = self._core.book.entries.get(command.request_id)
+        if entry is None or entry.job != peer.job:
+            raise ApiError(410, f"there is no request {command.request_id!r} of this job", "Submit it again")
+        if not await self._core.wait(entry, HOLD_S):
+            return commands.Pending(reason=self._why(peer, entry))
+        ended = entry.ended
+        assert ended is not None
+        if not entry.delivered:
+            self._core.commit(records.Delivered(now_us=self._core.now_us(), id=entry.id, job=entry.job), durable=False)
+        if not ended.ok:
+            return commands.Failed(error=ended.error, category="user" if ended.category == "user" else "server")
+        return commands.Done(content_type=ended.content_type, body=ended.body, headers=ended.headers)
+
+    def _why(self, peer: Peer, entry: Entry) -> str:
+        if entry.accepted is not None:
+            return self._told(peer, entry.id)
+        model = self._core.book.models.get(entry.id.rpartition(":")[0])
+        return self._told(peer, peer.job) if model and model.created.group in self._groups.asked else ""
+
+    async def explain(self, peer: Peer, command: commands.Explain) -> commands.Explained:
+        """Why the peer's own job waits."""
+        return commands.Explained(job=peer.job, text=self._told(peer, peer.job))
+
+    def _told(self, peer: Peer, name: str) -> str:
+        """What a job or call waits for, without the names of other users' jobs."""
+
+        def veil(found: re.Match) -> str:
+            job = self._core.book.jobs.get(found[1])
+            return found[0] if job is not None and job.attached.uid == peer.uid else "another user's job"
+
+        return _JOB.sub(veil, self._core.scheduler.explain(name))
+
+    async def cancel(self, peer: Peer, command: commands.Cancel) -> commands.Ok:
+        """End a sample early; a training call goes to its end."""
+        entry = self._core.book.entries.get(command.request_id)
+        if entry is None or entry.job != peer.job:
+            raise ApiError(410, f"there is no request {command.request_id!r} of this job")
+        if entry.accepted is not None and entry.ended is None and entry.accepted.call.kind is CallKind.SAMPLE:
+            self._turns.cancel(entry.accepted.call)
+        return commands.Ok()
+
+    async def telemetry(self, peer: Peer, command: commands.Telemetry) -> commands.Ok:
+        """Noted, not kept."""
+        log.debug("telemetry of job %s: %d bytes", peer.job, len(command.body))
+        return commands.Ok()
+
+    async def capabilities(self, peer: Peer, command: commands.Capabilities) -> commands.CapabilitiesList:
+        """The base models that the peer may use."""
+        return commands.CapabilitiesList(
+            models=tuple(
+                commands.Capability(name=name, max_context=config.max_context)
+                for name, config in self._core.config.models.items()
+                if config.allows(peer.account)
+            )
+        )
