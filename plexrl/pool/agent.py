@@ -16,7 +16,8 @@ import msgspec
 
 from plexrl.config import PoolConfig
 from plexrl.memory.arena import Arena
-from plexrl.memory.device import create_memfd
+from plexrl.memory.gate import GATE_BYTES, SEATS, Gate
+from plexrl.memory.pages import create_memfd
 from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
 from plexrl.pool.intervals import IntervalLog
@@ -34,10 +35,12 @@ SHARED = -1
 
 
 class Child(msgspec.Struct, frozen=True):
-    """A running engine host: which life of its gang it belongs to."""
+    """A running engine host: which life of its gang it belongs to, and its seat at its GPU's gate."""
 
     pid: int
     build: str
+    gpu: int
+    seat: int
 
 
 class Agent:
@@ -50,12 +53,16 @@ class Agent:
         self._layout = Layout(config.state_dir)
         self._layout.make()
         self._devices = [create_memfd(f"gpu{i}", config.device.bytes) for i in range(gpus)]
+        self._gate_fds = [create_memfd(f"gate{i}", GATE_BYTES) for i in range(gpus)]
+        self._gates = [Gate(fd) for fd in self._gate_fds]
+        self._seats: set[tuple[int, int]] = set()  # (GPU, seat) of children, also of those that are being born
         self._arena_fd = create_memfd("arena", config.host.bytes)
         self._arena = Arena(self._arena_fd, config.host.bytes)
         self._birth = secrets.token_hex(6)
         self._children: dict[tuple[str, int], Child] = {}
         self._killed: set[int] = set()
         self._bearing: dict[str, int] = {}  # ranks of a gang that are being born
+        self._early: dict[int, int] = {}  # ends of ranks that were told before their births
         self._changed = asyncio.Event()  # set whenever a child was born or has ended
         self._replies = Replies()
         self._filling: dict[str, tuple[str, int]] = {}
@@ -153,28 +160,18 @@ class Agent:
             await self._changed.wait()
 
     async def _spawn(self, order: m.Spawn) -> int:
-        key = (order.gang, order.rank)
         if any(name == order.gang and child.build != order.build for (name, _), child in self._children.items()):
             await self._kill(order.gang)
-        engine = dict(order.engine)
-        ready = None
-        if engine.pop("park_bytes", 0):
-            # Before the base: what does not fit must not leave a base that nobody fills.
-            park = (f"park:{order.gang}", order.engine["park_bytes"], order.owner)
-            engine["park"] = await asyncio.to_thread(self._arena.alloc, *park)
-        if order.base is not None:
-            name, size = order.base
-            ready = self._arena.alloc(f"{name}:ready", 1, SHARED)
-            engine["base"] = await asyncio.to_thread(self._arena.alloc, name, size, SHARED)
-            engine["base_fill"] = name not in self._filling
-            self._filling.setdefault(name, key)
-        # Ranks of the filler's own gang meet it while they build; those of other gangs wait for its mark.
-        waits = order.base is not None and self._filling[order.base[0]][0] != order.gang
+        key = (order.gang, order.rank)
+        seat = self._take_seat(order.gpu)
         self._bearing[order.gang] = self._bearing.get(order.gang, 0) + 1
         try:
-            pid = await self._start(order, engine, ready, waits)
-            self._children[key] = Child(pid, order.build)
-        except OSError:
+            pid = await self._start(order, seat, *await self._memory(order, key))
+            self._children[key] = Child(pid, order.build, order.gpu, seat)
+            if pid in self._early:
+                self._died(pid, self._early.pop(pid))
+        except BaseException:
+            self._seats.discard((order.gpu, seat))
             self._filling = {name: filler for name, filler in self._filling.items() if filler != key}
             raise
         finally:
@@ -184,8 +181,33 @@ class Agent:
             self._changed.set()
         return pid
 
-    async def _start(self, order: m.Spawn, engine: dict, ready: Slab | None, waits: bool) -> int:
-        device_fd, arena_fd, lifeline_fd = rank_fds(3)
+    async def _memory(self, order: m.Spawn, key: tuple[str, int]) -> tuple[dict, Slab | None, bool]:
+        """A new rank's engine spec with its slabs, the base's ready mark, and whether it waits for that."""
+        engine = dict(order.engine)
+        park_bytes = engine.pop("park_bytes", 0)
+        if park_bytes:
+            # Before the base: what does not fit must not leave a base that nobody fills.
+            park = (f"park:{order.gang}", park_bytes, order.owner)
+            engine["park"] = await asyncio.to_thread(self._arena.alloc, *park)
+        if order.base is None:
+            return engine, None, False
+        name, size = order.base
+        ready = self._arena.alloc(f"{name}:ready", 1, SHARED)
+        engine["base"] = await asyncio.to_thread(self._arena.alloc, name, size, SHARED)
+        engine["base_fill"] = name not in self._filling
+        filler, _ = self._filling.setdefault(name, key)
+        # Ranks of the filler's own gang meet it while they build; those of other gangs wait for its mark.
+        return engine, ready, filler != order.gang
+
+    def _take_seat(self, gpu: int) -> int:
+        seat = next((seat for seat in range(SEATS) if (gpu, seat) not in self._seats), None)
+        if seat is None:
+            raise DoesNotFit(f"{self._gpus[gpu]} has {SEATS} engine hosts already", "End worker groups on it first")
+        self._seats.add((gpu, seat))
+        return seat
+
+    async def _start(self, order: m.Spawn, seat: int, engine: dict, ready: Slab | None, waits: bool) -> int:
+        device_fd, arena_fd, lifeline_fd, gate_fd = rank_fds(4)
         settings = {
             "gang": order.gang,
             "build": order.build,
@@ -198,20 +220,27 @@ class Agent:
             "arena_fd": arena_fd,
             "arena_bytes": self._config.host.bytes,
             "lifeline_fd": lifeline_fd,
+            "gate_fd": gate_fd,
+            "gate_seat": seat,
             "control": str(self._layout.control),
             "keys": str(self._layout.keys),
             "paranoid": self._config.scheduler.paranoid,
         }
         core = self._config.device.core(self._node, order.gpu) % (os.cpu_count() or 1)
-        fds = (self._devices[order.gpu], self._arena_fd, self._lifeline_read)
+        fds = (self._devices[order.gpu], self._arena_fd, self._lifeline_read, self._gate_fds[order.gpu])
         with self._log_path(order.gang, order.rank).open("ab") as output:
             return await self._nursery.bear(msgspec.msgpack.encode(settings), core, output.fileno(), fds)
 
     def _died(self, pid: int, code: int) -> None:
         key = next((key for key, child in self._children.items() if child.pid == pid), None)
         if key is None:
+            if self._bearing:
+                self._early[pid] = code
             return
-        build = self._children.pop(key).build
+        child = self._children.pop(key)
+        # What it held of the device is nobody's: who waits for it at the gate goes on.
+        self._gates[child.gpu].clear(child.seat)
+        self._seats.discard((child.gpu, child.seat))
         self._changed.set()
         for name, filler in list(self._filling.items()):
             # A rank that died while filling leaves the base half written: the next one fills it again.
@@ -222,7 +251,7 @@ class Agent:
             self._killed.discard(pid)
             return
         tail = self._log_path(*key).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
-        self._link.send(m.ChildEnded(gang=key[0], rank=key[1], build=build, code=code, tail=tail))
+        self._link.send(m.ChildEnded(gang=key[0], rank=key[1], build=child.build, code=code, tail=tail))
 
     def _nursery_gone(self) -> None:
         """Nobody tells us any more how our children fare: end them, and let another agent take over."""
