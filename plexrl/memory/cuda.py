@@ -1,0 +1,189 @@
+"""The `cuda` device: stable addresses whose memory comes and goes chunk by chunk, by virtual memory management.
+
+Unlike the cpu device, where all ranks share one file, every process has memory of its own here: a region's *addresses*
+are its process's for life, its *memory* is taken from the GPU when it is mapped and given back when it is unmapped.
+That the processes on one GPU together take no more than there is, is the gate's matter: offsets in an extent are a
+budget's, not a place's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from plexrl.memory import cuda_tensor
+from plexrl.memory.cuda_chunks import Chunks
+from plexrl.memory.cuda_driver import Driver, LibCuda
+from plexrl.memory.cuda_gauge import Gauge
+from plexrl.memory.cuda_lanes import Arrival, Lanes
+from plexrl.memory.cuda_pins import Pins
+from plexrl.memory.device import NotMapped, Region
+from plexrl.memory.pages import ALIGN
+from plexrl.types import BadInput, DoesNotFit, Extent, Unavailable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK = 64 << 20
+"""Bytes of physical memory that come and go together. A process may hold this much more than the gate says of it."""
+
+
+class Mover(Protocol):
+    """What the device needs of torch: Lanes on a GPU."""
+
+    def copy(self, target: Tensor, source: Tensor) -> Arrival:
+        """Start a copy."""
+
+    def rest(self) -> None:
+        """Wait for all work and empty the caching allocator."""
+
+    def reserved(self) -> int:
+        """Bytes of the caching allocator."""
+
+
+class CudaDevice:
+    """One GPU's memory as one rank sees it; see `Device`. Verbs are for one thread at a time.
+
+    pins: the hook that registers the arena's mappings with this GPU.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        driver: Driver,
+        mover: Mover,
+        kind: int = cuda_tensor.CUDA,
+        index: int = 0,
+        gauge: Gauge | None = None,
+        context: int = 0,
+        chunk: int = CHUNK,
+    ) -> None:
+        """size: bytes of the GPU that the pool may use, residuals excluded. context: bytes the context takes.
+
+        `cuda_device` makes one of a real GPU. Raises DoesNotFit when the GPU is smaller than size.
+        """
+        total = driver.memory()[1]
+        if size > total:
+            raise DoesNotFit(f"the pool is to use {size} bytes of a GPU that has {total}", "Lower device.bytes")
+        self.size = size
+        self.chunk = chunk
+        self.pins = Pins(driver)
+        self._driver = driver
+        self._mover = mover
+        self._place = (kind, index)
+        self._gauge = gauge
+        self._context = context
+        self._regions: dict[Region, Chunks] = {}
+
+    def reserve(self, extent: Extent) -> Region:
+        """Addresses for an extent, with nothing behind them. Raises BadInput, DoesNotFit as the cpu device does."""
+        offset, size = extent.offset, extent.size
+        if offset is None or offset < 0 or offset % ALIGN or size <= 0:
+            raise BadInput(
+                f"an extent at offset {offset} of {size} bytes cannot be reserved on a cuda device",
+                f"Offsets are fixed at placement, multiples of {ALIGN}; sizes are positive",
+            )
+        if offset + size > self.size:
+            raise DoesNotFit(
+                f"an extent of {size} bytes at offset {offset} ends beyond the device's {self.size} bytes",
+                "Raise device.bytes or place a smaller model",
+            )
+        self._driver.enter()
+        chunks = Chunks(self._driver, size, self.chunk)
+        region = Region(extent, cuda_tensor.tensor_at(chunks.address, size, *self._place))
+        self._regions[region] = chunks
+        return region
+
+    def map(self, region: Region) -> None:
+        """Take memory for all of it. Raises NotMapped over a region of this process in use, DoesNotFit."""
+        self.back(region, 0, region.extent.size)
+
+    def unmap(self, region: Region) -> None:
+        """Wait for the GPU, then give all of it back, and what torch's allocator keeps. Twice is no error."""
+        self.rest()
+        self.unback(region, 0, region.extent.size)
+
+    def back(self, region: Region, start: int, end: int) -> None:
+        """Take memory for the bytes [start, end) of the region, in whole chunks; all or nothing.
+
+        Raises NotMapped over a region of this process in use, DoesNotFit when the GPU is full.
+        """
+        for other, chunks in self._regions.items():
+            if other is not region and chunks.backed_bytes and _overlap(region.extent, other.extent):
+                raise NotMapped(
+                    f"the region at {region.extent.offset} overlaps the one at {other.extent.offset}, which is mapped",
+                    "Offload and unmap that one first",
+                )
+        self._driver.enter()
+        self._regions[region].back(start, end)
+        region.mapped = self._regions[region].whole()
+
+    def unback(self, region: Region, start: int, end: int) -> None:
+        """Give back the chunks that lie wholly in [start, end); nothing on the GPU may use them any more."""
+        self._driver.enter()
+        self._regions[region].unback(start, end)
+        region.mapped = self._regions[region].whole()
+
+    def rest(self) -> None:
+        """Wait for all that this process gave the GPU, and give back what torch's allocator keeps for later."""
+        self._mover.rest()
+
+    def copy_in(self, region: Region, offset: int, src: Tensor) -> None:
+        """src: uint8, 1-D. Done when it returns. Raises NotMapped, BadInput beyond the region's end."""
+        self._mover.copy(self._piece(region, offset, src), src).synchronize()
+
+    def copy_out(self, region: Region, offset: int, dst: Tensor) -> None:
+        """dst: uint8, 1-D. Done when it returns. Raises NotMapped, BadInput beyond the region's end."""
+        self._mover.copy(dst, self._piece(region, offset, dst)).synchronize()
+
+    def residual_bytes(self) -> int:
+        """What the GPU's own books (NVML) say of this process; where they are closed to it, what it knows of itself.
+
+        That is its regions, its allocator and its context, and lacks graphs and communicators.
+        """
+        held = self._gauge.held() if self._gauge is not None else None
+        if held is not None:
+            return held
+        backed = sum(chunks.backed_bytes for chunks in self._regions.values())
+        return self._context + self._mover.reserved() + backed
+
+    def close(self) -> None:
+        """Give all memory and addresses back. No tensor over a region may be used afterwards."""
+        self._mover.rest()
+        self._driver.enter()
+        for chunks in self._regions.values():
+            chunks.close()
+        self._regions.clear()
+
+    def _piece(self, region: Region, offset: int, host: Tensor) -> Tensor:
+        if str(host.dtype) != "torch.uint8" or host.dim() != 1:
+            raise BadInput(f"copied bytes are {host.dtype} of shape {tuple(host.shape)}", "Pass a 1-D uint8 tensor")
+        end = offset + host.numel()
+        if offset < 0 or end > region.extent.size:
+            raise BadInput(
+                f"{host.numel()} bytes at offset {offset} lie outside a region of {region.extent.size}",
+                "Copy within the region",
+            )
+        if not self._regions[region].there(offset, end):
+            raise NotMapped(f"the region at {region.extent.offset} is not mapped", "Map it before copying")
+        return region.buffer[offset:end]
+
+
+def cuda_device(index: int, size: int, chunk: int = CHUNK) -> CudaDevice:
+    """The index-th GPU that this process sees. Raises Unavailable without a GPU or driver, DoesNotFit."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Unavailable("torch sees no GPU here", "Use a machine with one and a torch that is built for CUDA")
+
+    gauge = Gauge(str(torch.cuda.get_device_properties(index).uuid))
+    before = gauge.used()
+    driver = LibCuda(index)
+    # torch's own start-up on the GPU belongs to what a process costs, and makes its context the current one.
+    torch.cuda.set_device(index)
+    torch.cuda.synchronize()
+    context = max(gauge.used() - before, 0)
+    return CudaDevice(size, driver, Lanes(index), index=index, gauge=gauge, context=context, chunk=chunk)
+
+
+def _overlap(a: Extent, b: Extent) -> bool:
+    return a.offset < b.offset + b.size and b.offset < a.offset + a.size
