@@ -16,20 +16,16 @@ from tinker.types.load_weights_request import LoadWeightsRequest
 from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerRequest
 from tinker.types.save_weights_request import SaveWeightsRequest
 
+from plexrl.engines.losses import check_spans, loss_inputs, sampled_runs, settings
 from plexrl.gateway.models import metadata, only_adamw, validate
 from plexrl.gateway.names import base_model, checkpoint_name, checkpoint_path, identifier
 from plexrl.gateway.refusals import NotBuilt, bad, malformed
-from plexrl.types import ApiError, CallKind, HttpRequest, LoadModel, Train
+from plexrl.types import ApiError, BadInput, CallKind, HttpRequest, LoadModel, Train
 
 MAX_SEQ = 2**31 - 1
 MAX_LEARNING_RATE = 1.0
 MAX_TTL_SECONDS = 10 * 366 * 86400
 
-_LOSS_INPUTS = {
-    "cross_entropy": ("target_tokens", "weights"),
-    "importance_sampling": ("target_tokens", "logprobs", "advantages"),
-}
-_LOSSES_LATER = ("ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom")
 _TENSORS = (pb.DTYPE_FLOAT32, pb.DTYPE_INT64)
 
 
@@ -128,41 +124,47 @@ def forward_backward(request: HttpRequest, max_context: int) -> Train:
 
 def _check_data(message: pb.ForwardBackwardRequest, max_context: int) -> int:
     """Checks everything that needs no tensor and no vocabulary; returns the number of input tokens."""
-    wanted = _LOSS_INPUTS.get(message.loss_fn)
-    if wanted is None:
-        if message.loss_fn in _LOSSES_LATER:
-            raise NotBuilt(f"The loss {message.loss_fn!r}", f"Use one of {', '.join(_LOSS_INPUTS)}")
-        raise bad(f"{message.loss_fn[:80]!r} is no loss function", f"Use one of {', '.join(_LOSS_INPUTS)}")
-    if message.loss_fn_config or message.loss_fn_config_v2:
-        raise NotBuilt(f"loss_fn_config for {message.loss_fn!r}", "Leave it out")
-    if not message.data:
-        raise bad("forward_backward was given no data", "Give at least one Datum")
-    units = 0
-    for index, datum in enumerate(message.data):
-        if datum.model_input_spans or datum.loss_fn_input_spans:
-            raise NotBuilt("Provenance spans (the loss 'stable_reinforce')", "Use importance_sampling")
-        size = 0
-        for chunk in datum.model_input:
-            if chunk.WhichOneof("chunk") != "encoded_text":
-                raise NotBuilt(f"Model input other than text (datum {index})", "Give EncodedTextChunks")
-            size += len(chunk.encoded_text.tokens)
-        if size == 0 or size % 4:
-            raise bad(f"Datum {index} holds {size} bytes of tokens", "Give at least one token, each an int32")
-        if size // 4 > max_context:
-            raise bad(
-                f"Datum {index} has {size // 4} tokens; no model of this pool takes more than {max_context}",
-                "Give shorter data, or ask the admin for a larger max_context",
+    try:
+        settings(message)
+        if not message.data:
+            raise BadInput("forward_backward was given no data", "Give at least one Datum")
+        return sum(_check_datum(index, message, max_context) for index in range(len(message.data)))
+    except BadInput as error:
+        raise bad(error.what, error.mend) from error
+
+
+def _check_datum(index: int, message: pb.ForwardBackwardRequest, max_context: int) -> int:
+    """The datum's number of input tokens."""
+    datum, where = message.data[index], f"Datum {index}"
+    size = 0
+    for chunk in datum.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise NotBuilt(f"Model input other than text (datum {index})", "Give EncodedTextChunks")
+        size += len(chunk.encoded_text.tokens)
+    if size == 0 or size % 4:
+        raise BadInput(f"{where} holds {size} bytes of tokens", "Give at least one token, each an int32")
+    if size // 4 > max_context:
+        raise BadInput(
+            f"{where} has {size // 4} tokens; no model of this pool takes more than {max_context}",
+            "Give shorter data, or ask the admin for a larger max_context",
+        )
+    inputs, asked = datum.loss_fn_inputs, loss_inputs(message.loss_fn)
+    wanted = ("target_tokens", *asked.needs)
+    for name in wanted:
+        if name not in inputs:
+            raise BadInput(f"{where} lacks the loss input {name!r}", f"{message.loss_fn} takes {asked.names}")
+    for name in inputs:
+        if name not in wanted and name not in asked.takes:
+            raise BadInput(
+                f"{where} has the loss input {name[:80]!r}, which {message.loss_fn} does not use",
+                f"It takes {asked.names}",
             )
-        inputs = datum.loss_fn_inputs
-        for name in wanted:
-            if name not in inputs:
-                raise bad(
-                    f"Datum {index} lacks the loss input {name!r}", f"{message.loss_fn} needs {', '.join(wanted)}"
-                )
-            if inputs[name].dtype not in _TENSORS:
-                raise bad(f"Loss input {name!r} of datum {index} is neither float32 nor int64", "Convert it")
-        units += size // 4
-    return units
+        if inputs[name].dtype not in _TENSORS:
+            raise BadInput(f"Loss input {name!r} of datum {index} is neither float32 nor int64", "Convert it")
+    check_spans(where, datum, size // 4)
+    if asked.spans:
+        sampled_runs(where, datum)
+    return size // 4
 
 
 @telling_consumed

@@ -9,16 +9,17 @@ from google.protobuf.message import DecodeError
 from msgspec import Struct
 from tinker.proto import tinker_public_pb2 as pb
 
+from plexrl.engines.losses import LOSSES, sampled_runs
+from plexrl.engines.losses import settings as loss_settings
 from plexrl.engines.protocol import UserError
+from plexrl.types import BadInput
 
-# Loss name -> its inputs beside target_tokens; the first one weighs a position (zero: no gradient flows from there).
-LOSSES = {"cross_entropy": ("weights",), "importance_sampling": ("advantages", "logprobs")}
 # Targets of one request, of all its tokens and the k of each.
 MAX_CELLS = 1 << 24
 
 
 class Datum(Struct, frozen=True):
-    """One sequence. tokens: int64 (n). targets: int64 (n, k). inputs: float32 (n, k) each, by name.
+    """One sequence. tokens: int64 (n). targets: int64 (n, k). inputs: float32 (n, k) each, by name, none left out.
 
     shape: that of target_tokens as sent, (n) or (n, k); the output has it too.
     """
@@ -30,9 +31,10 @@ class Datum(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """A request's loss, its sequences and their number of tokens."""
+    """A request's loss and its loss_fn_config with all defaults, its sequences and their number of tokens."""
 
     loss: str
+    settings: dict[str, float]
     data: tuple[Datum, ...]
     units: int
 
@@ -43,21 +45,21 @@ def parse(body: bytes, vocabulary: int, max_context: int) -> Batch:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise UserError(f"malformed ForwardBackwardRequest: {error}") from error
-    if request.loss_fn not in LOSSES:
-        raise UserError(f"loss_fn {request.loss_fn!r} is not built yet", f"Use {' or '.join(LOSSES)}")
-    if request.loss_fn_config or request.loss_fn_config_v2:
-        raise UserError(f"{request.loss_fn} takes no loss_fn_config", "Leave it out")
+    try:
+        settings = loss_settings(request)
+    except BadInput as error:
+        raise UserError(error.what, error.mend) from error
     if not request.data:
         raise UserError("the request holds no data", "Send at least one datum")
     data: list[Datum] = []
     cells = 0
     for index, datum in enumerate(request.data):
-        data.append(_datum(index, datum, request.loss_fn, vocabulary, max_context))
+        data.append(_datum(index, datum, request.loss_fn, settings, vocabulary, max_context))
         cells += data[-1].targets.size
         if cells > MAX_CELLS:
             # Sparse tensors are small on the wire and large here.
             raise UserError(f"the targets have more than {MAX_CELLS} cells up to datum {index}", "Send less at once")
-    return Batch(request.loss_fn, tuple(data), sum(len(datum.tokens) for datum in data))
+    return Batch(request.loss_fn, settings, tuple(data), sum(len(datum.tokens) for datum in data))
 
 
 def plan(lengths: list[int], world: int, budget: int) -> list[list[list[int]]]:
@@ -105,7 +107,9 @@ def output(batch: Batch, logprobs: list[np.ndarray], loss: float) -> bytes:
     return message.SerializeToString()
 
 
-def _datum(index: int, datum: pb.Datum, loss: str, vocabulary: int, max_context: int) -> Datum:
+def _datum(
+    index: int, datum: pb.Datum, loss: str, settings: dict[str, float], vocabulary: int, max_context: int
+) -> Datum:
     where = f"datum {index}"
     chunks = []
     for chunk in datum.model_input:
@@ -120,31 +124,68 @@ def _datum(index: int, datum: pb.Datum, loss: str, vocabulary: int, max_context:
     if len(tokens) > max_context:
         raise UserError(f"{where}: {len(tokens)} tokens exceed the context of {max_context}", "Send shorter sequences")
     _in_vocabulary(f"{where}: input token", tokens, vocabulary)
-    wanted = ("target_tokens", *LOSSES[loss])
-    unknown = datum.loss_fn_inputs.keys() - set(wanted)
-    if unknown:
-        raise UserError(f"{where}: {loss} does not use {sorted(unknown)[0]!r}", f"It takes {', '.join(wanted)}")
+    asked = LOSSES[loss]
     arrays = {}
-    for name in wanted:
-        if name not in datum.loss_fn_inputs:
-            raise UserError(f"{where}: {loss} needs {name!r}", f"It takes {', '.join(wanted)}")
+    for name in sorted(datum.loss_fn_inputs):
+        if name not in ("target_tokens", *asked.needs, *asked.takes):
+            raise UserError(f"{where}: {loss} does not use {name!r}", f"It takes {asked.names}")
         arrays[name] = _dense(f"{where}: {name}", datum.loss_fn_inputs[name])
+    for name in ("target_tokens", *asked.needs):
+        if name not in arrays:
+            raise UserError(f"{where}: {loss} needs {name!r}", f"It takes {asked.names}")
     targets = arrays.pop("target_tokens")
     shape = targets.shape
     if targets.dtype != np.int64 or targets.ndim not in (1, 2) or shape[0] != len(tokens) or 0 in shape:
         raise UserError(
             f"{where}: target_tokens {targets.dtype}{list(shape)} for {len(tokens)} tokens", "Send one int64 each"
         )
-    if targets.ndim == 2 and loss != "cross_entropy":
-        raise UserError(f"{where}: several targets per position are built for cross_entropy only", "Send one")
+    if targets.ndim == 2 and not asked.several:
+        raise UserError(f"{where}: several targets per position are for cross_entropy only", "Send one")
     _in_vocabulary(f"{where}: target token", targets, vocabulary)
     for name, array in arrays.items():
         if array.shape != shape or array.dtype != np.float32:
             raise UserError(f"{where}: {name} is {array.dtype}{list(array.shape)}", f"Send float32 {list(shape)}")
         if not np.isfinite(array).all():
             raise UserError(f"{where}: {name} holds NaN or infinity", "Send finite numbers")
+    try:
+        _complete(where, datum, loss, settings, arrays, shape)
+    except BadInput as error:
+        raise UserError(error.what, error.mend) from error
     rows = {name: array.reshape(len(tokens), -1) for name, array in arrays.items()}
     return Datum(tokens, targets.reshape(len(tokens), -1), rows, shape)
+
+
+def _complete(
+    where: str,
+    datum: pb.Datum,
+    loss: str,
+    settings: dict[str, float],
+    arrays: dict[str, np.ndarray],
+    shape: tuple[int, ...],
+) -> None:
+    """Fill in what was left out, and what follows from the provenance. Raises BadInput."""
+    if loss == "cross_entropy":
+        arrays.setdefault("weights", np.ones(shape, np.float32))
+    for name, setting in LOSSES[loss].settings.items():
+        if name not in LOSSES[loss].takes:
+            continue
+        if name in arrays:
+            setting.check(f"{where}: a {name}", arrays[name].min(), arrays[name].max())
+        else:
+            arrays[name] = np.full(shape, settings[name], np.float32)
+    if loss == "gspo":
+        counts = arrays["advantages"] != 0
+        mask = arrays.setdefault("sequence_ratio_mask", counts.astype(np.float32))
+        if counts.any() and not mask.any():
+            raise BadInput(f"{where}: sequence_ratio_mask marks no position", "Mark the sampled ones with 1")
+    if loss == "stable_reinforce":
+        runs = sampled_runs(where, datum)
+        if sum(length for _, length in runs) != shape[0]:
+            raise BadInput(f"{where}: provenance does not tile its {shape[0]} targets", "Use Datum.with_provenance")
+        arrays["sampled"] = np.repeat(*np.array(runs, np.int64).T).astype(np.float32)
+        odd = np.flatnonzero((arrays["advantages"] != 0) & (arrays["sampled"] == 0))
+        if len(odd):
+            raise BadInput(f"{where}: position {odd[0]} has an advantage and was not sampled", "Give it advantage 0")
 
 
 def _in_vocabulary(what: str, tokens: np.ndarray, vocabulary: int) -> None:

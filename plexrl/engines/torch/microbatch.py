@@ -11,8 +11,9 @@ from plexrl.engines.torch import batch, losses
 from plexrl.engines.torch.model import backbone, head
 
 
-def forward(model: PreTrainedModel, loss: str, data: list[batch.Datum], train: bool) -> tuple[Tensor, Tensor]:
-    """The loss (a scalar, with a graph if any gradient flows) and the logprobs of all targets, in data's order."""
+def forward(model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], train: bool) -> tuple[Tensor, Tensor]:
+    """The loss of these data of a request (a scalar, with a graph if any gradient flows), and the logprobs of all their
+    targets, in their order."""
     longest = max(len(d.tokens) for d in data)
     tokens = torch.zeros(len(data), longest, dtype=torch.int64)
     real = torch.zeros(len(data), longest, dtype=torch.bool)
@@ -20,18 +21,15 @@ def forward(model: PreTrainedModel, loss: str, data: list[batch.Datum], train: b
         tokens[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens)
         real[row, : len(datum.tokens)] = True
     targets = torch.from_numpy(np.concatenate([_wide(d.targets, data) for d in data]))
-    inputs = [
-        torch.from_numpy(np.concatenate([_wide(d.inputs[name], data) for d in data])) for name in batch.LOSSES[loss]
-    ]
-    need = (inputs[0] != 0).any(-1)
+    inputs = {
+        name: torch.from_numpy(np.concatenate([_wide(d.inputs[name], data) for d in data])) for name in data[0].inputs
+    }
+    rows = torch.repeat_interleave(torch.arange(len(data)), torch.tensor([len(d.tokens) for d in data]))
+    need = losses.counted(work.loss, inputs, work.settings)
     with torch.set_grad_enabled(train and bool(need.any())):
         hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state[real]
         logprobs = losses.token_logprobs(hidden, head(model), targets, need if train else None)
-        chosen, (first, *rest) = logprobs[need], [tensor[need] for tensor in inputs]
-        if loss == "cross_entropy":
-            value = losses.cross_entropy(chosen, first)
-        else:
-            value = losses.importance_sampling(chosen, rest[0], first)
+        value = losses.value(work.loss, logprobs, inputs, work.settings, need, rows)
     width = [d.targets.shape[1] for d in data for _ in d.tokens]
     if len(set(width)) > 1:
         keep = torch.arange(targets.shape[1])[None] < torch.tensor(width)[:, None]

@@ -129,7 +129,7 @@ class Trainer:
                 before = bound.grads.clone()
             if members:
                 data = [work.data[i] for i in members]
-                value, logprobs = forward(self._home.model, work.loss, data, not forward_only)
+                value, logprobs = forward(self._home.model, work, data, not forward_only)
                 parts[self._spec.rank][filled : filled + logprobs.numel()] = logprobs.detach().reshape(-1)
                 filled += logprobs.numel()
                 bad = bad or not math.isfinite(value.item())
@@ -142,7 +142,7 @@ class Trainer:
         if self._gang.any(bad):
             if not forward_only:
                 self._undo(target, bound, before)
-            raise UserError("the loss is not finite", "Lower the learning rate or load an earlier state")
+            raise UserError("the loss is not finite", "Check the logprobs sent, or load an earlier state")
         whole = torch.tensor([loss], dtype=torch.float64)
         self._gang.sum(whole)
         self._gang.to_root(parts)

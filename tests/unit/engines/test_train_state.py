@@ -294,7 +294,7 @@ def test_bad_bodies(node: Node, models: dict[str, str]) -> None:
     cases = [
         (b"\x0a\xff", "malformed"),
         (request("cross_entropy", []), "no data"),
-        (request("ppo", [good]), "'ppo' is not built yet"),
+        (request("ppo", [good]), "ppo does not use 'weights'"),
         (body(tokens=np.full(6, VOCABULARY)), "outside the vocabulary"),
         (body(target_tokens=np.full(6, -1, np.int64)), "outside the vocabulary"),
         (body(weights=weights), "NaN"),
@@ -302,7 +302,7 @@ def test_bad_bodies(node: Node, models: dict[str, str]) -> None:
         (body(mask=good["weights"]), "does not use 'mask'"),
         (body(tokens=good["tokens"][:4]), "target_tokens"),
         (request("cross_entropy", sft(0, (130,))), "exceed the context of 128"),
-        (request("importance_sampling", [{k: v for k, v in good.items() if k != "weights"}]), "needs 'advantages'"),
+        (request("importance_sampling", [{k: v for k, v in good.items() if k != "weights"}]), "needs 'logprobs'"),
     ]
     for data, text in cases:
         with pytest.raises(UserError, match=text):

@@ -113,7 +113,7 @@ def test_forward_backward_in_another_form(gateway: TinkerGateway):
         (losses(seq_id=0), "seq_id 0 is out of range"),
         (losses(model_id=""), "no model_id"),
         (losses(loss_fn="nonsense"), "no loss function"),
-        (losses(loss_fn="cispo"), "'cispo' is not built"),
+        (losses(loss_fn="custom"), "Custom losses on the server are not built"),
         (losses(tokens=b""), "0 bytes of tokens"),
         (losses(tokens=b"\1\0\0"), "3 bytes of tokens"),
         (losses(tokens=b"\0\0\0\0" * 513), "513 tokens"),

@@ -164,7 +164,7 @@ def test_refusals_are_the_sdks_own_exceptions(service: tinker.ServiceClient, tra
         service.create_sampling_client(model_path="tinker://s0/../../etc/passwd").result()
     with pytest.raises(tinker.BadRequestError, match="no name for a checkpoint"):
         trainer.save_state("../x").result()
-    with pytest.raises(tinker.BadRequestError, match="'ppo' is not built"):
+    with pytest.raises(tinker.BadRequestError, match="Datum 0 lacks the loss input 'logprobs'"):
         trainer.forward_backward([datum()], "ppo").result()
     with pytest.raises(tinker.BadRequestError, match="in-flight sampling client is not built"):
         trainer.save_weights_and_get_sampling_client(kind="inflight").result()
