@@ -13,7 +13,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from plexrl.engines.protocol import UserError
 
-_NOT_BUILT = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info", "prompt_logprobs_last_n")
+_NOT_BUILT = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
 EMPTY = -99999.0  # the client's mark for a cell of a top-k table that holds nothing
 
 

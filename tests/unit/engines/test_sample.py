@@ -311,7 +311,7 @@ def test_what_can_never_run_is_refused(node: Node, models: dict[str, str]) -> No
         (ask([3, VOCABULARY], max_tokens=1), "outside the vocabulary"),
         (ask([3], max_tokens=1, temperature=-1), "temperature"),
         (ask([3], max_tokens=1, top_p=0), "top_p"),
-        (ask([3], max_tokens=1, record_stability_info=True), "not built yet"),
+        (ask([3], max_tokens=1, prompt_alt_tokens_k=1), "not built yet"),
         (b"{", "malformed"),
         (b"[]", "malformed"),
     ):
