@@ -74,12 +74,14 @@ _LATER = (
     "target_prompt_logprobs",
     "prompt_alt_tokens_k",
     "prompt_logprobs_last_n",
-    "record_stability_info",
 )
 
 
 def sample(request: HttpRequest, max_context: int) -> Sample:
-    """asample. max_context: of the longest model; which one the session samples from is the engine's to check."""
+    """asample. max_context: of the longest model; which one the session samples from is the engine's to check.
+
+    record_stability_info is taken and records nothing: stable_reinforce needs no more than the logprobs of the draw.
+    """
     body = request.body
     try:
         asked = _sample.decode(body)

@@ -253,7 +253,6 @@ def test_no_lora_config_is_full_parameters(gateway: TinkerGateway):
         ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs is not built"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n is not built"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not built"),
-        ({"record_stability_info": True}, "record_stability_info is not built"),
         ({"surprise": 1}, "surprise"),
     ],
 )
