@@ -1,4 +1,4 @@
-"""The cuda device over virtual memory of the host: order of driver calls, stable addresses, no leak after any failure."""
+"""The cuda device over virtual memory of the host: order of driver calls, stable addresses, no leak after a failure."""
 
 import ctypes
 import re
