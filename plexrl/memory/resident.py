@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from plexrl.memory.carry import Carrier
 from plexrl.memory.manifest import Manifest, check_buffer
-from plexrl.types import BadInput, Moved, PlexrlError, Residency
+from plexrl.memory.piece import CLEAN, DIRTY, ZERO, BucketState, Piece
+from plexrl.memory.residency import LEGAL, IllegalTransition, advance
+from plexrl.memory.transfer import CHUNK, Memcpy, Mover
+from plexrl.types import BadInput, Moved, Residency
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from plexrl.memory.gate import Seat
 
-class BucketState(StrEnum):
-    """CLEAN: the host copy is current. DIRTY: only the device copy is. ZERO: all bytes are zero, no copy is needed."""
-
-    CLEAN = "clean"
-    DIRTY = "dirty"
-    ZERO = "zero"
-
-
-CLEAN, DIRTY, ZERO = BucketState.CLEAN, BucketState.DIRTY, BucketState.ZERO
-
-LEGAL: Mapping[Residency, frozenset[Residency]] = {
-    Residency.COLD: frozenset({Residency.LOADING, Residency.HOST}),
-    Residency.LOADING: frozenset({Residency.DEVICE, Residency.LOST}),
-    Residency.DEVICE: frozenset({Residency.OFFLOADING, Residency.LOADING, Residency.COLD, Residency.LOST}),
-    Residency.OFFLOADING: frozenset({Residency.HOST, Residency.LOST}),
-    Residency.HOST: frozenset({Residency.LOADING, Residency.SPILLING, Residency.COLD, Residency.LOST}),
-    Residency.SPILLING: frozenset({Residency.NVME, Residency.LOST}),
-    Residency.NVME: frozenset({Residency.LOADING, Residency.HOST, Residency.COLD, Residency.LOST}),
-    Residency.LOST: frozenset({Residency.COLD}),
-}
-"""Which residency may follow which. device -> loading is a new version of one bucket under a resident state."""
-
-
-class IllegalTransition(PlexrlError):
-    """A state was asked to go where it cannot go from where it is."""
-
-
-def advance(now: Residency, to: Residency) -> Residency:
-    """Returns `to`. Raises IllegalTransition when it may not follow `now`."""
-    if to not in LEGAL[now]:
-        raise IllegalTransition(f"state that is {now} cannot become {to}", f"It may become {', '.join(LEGAL[now])}")
-    return to
-
-
-class _Piece:
-    """One bucket's two places, sliced once, so that a switch makes no tensor."""
-
-    __slots__ = ("device", "fixed", "home", "loaded", "name", "size", "state")
-
-    def __init__(self, name: str, size: int, home: Tensor, fixed: bool) -> None:
-        self.name = name
-        self.size = size
-        self.home = home
-        self.fixed = fixed
-        self.state = CLEAN if fixed else ZERO
-        self.loaded = False
-        self.device: Tensor
+__all__ = ["CLEAN", "DIRTY", "LEGAL", "ZERO", "BucketState", "IllegalTransition", "ResidentState", "advance"]
 
 
 class ResidentState:
@@ -72,8 +30,17 @@ class ResidentState:
         None when every bucket has one.
     sources: bucket -> uint8 host tensor of exactly the bucket's bytes, elsewhere than in the own slab (a shared base, a
         published version). Such a bucket is always CLEAN: it is copied in and never out.
+    at: where region_slice begins in the extent of the seat that the verbs are given, in bytes.
+    mover: what copies. chunk: bytes, a multiple of 64; CHUNK is the measured choice.
 
-    Raises BadInput when a buffer is too small or misaligned. After an error in a copy the state is LOST.
+    The seat is the caller's: it tells it `come` before a load and `held` when all its states are loaded (or later, when
+    the last bucket was pulled), `leave` before an offload and `gone` after it, `gone` after an undone load and `held`
+    after an undone offload. The verbs here wait for the bytes that they write and release those that they have left,
+    in ascending device offset: with several states on one seat, call them in the order of their places, and `undo`
+    in the reverse order.
+
+    A copy that raises in `load` or `offload` leaves the state LOADING or OFFLOADING until `undo` mends it; only when
+    that raises too the state is LOST. Raises BadInput when a buffer is too small or misaligned.
     """
 
     def __init__(
@@ -82,122 +49,220 @@ class ResidentState:
         region_slice: Tensor,
         slab_view: Tensor | None,
         sources: Mapping[str, Tensor] | None = None,
+        *,
+        at: int = 0,
+        mover: Mover | None = None,
+        chunk: int = CHUNK,
     ) -> None:
         sources = dict(sources or {})
         self.manifest = manifest
         self.host = manifest.without(*sources)
         self.residency = Residency.HOST
+        self._carrier = Carrier(mover or Memcpy())
+        # What the last load or offload started from; None when that cannot be taken back any more.
+        self._before: Residency | None = None
         unknown = sources.keys() - {bucket.name for bucket in manifest.buckets}
         if unknown:
             raise BadInput(
                 f"sources for buckets that the manifest lacks: {', '.join(sorted(unknown))}", "Leave them out"
             )
-        if self.host.size:
-            if slab_view is None:
-                raise BadInput("a state with buckets of its own has no slab", f"Allocate {self.host.size} bytes")
-            check_buffer(slab_view, self.host.size, "the slab of a state")
-        homes = {b.name: slab_view[b.offset : b.offset + b.size] for b in self.host.buckets if b.size}
-        self._pieces: dict[str, _Piece] = {}
-        for bucket in manifest.buckets:
-            if bucket.size:
-                fixed = bucket.name in sources
-                home = _checked(bucket.name, bucket.size, sources[bucket.name]) if fixed else homes[bucket.name]
-                self._pieces[bucket.name] = _Piece(bucket.name, bucket.size, home, fixed)
-        self._place(region_slice)
+        self._pieces = {
+            b.name: Piece(b.name, b.offset, b.size, b.name in sources, chunk) for b in manifest.buckets if b.size
+        }
+        self._settle(slab_view)
+        for name, source in sources.items():
+            if name in self._pieces:
+                self._pieces[name].settle(source)
+        self._place(region_slice, at)
 
     def state(self, bucket: str) -> BucketState:
         """CLEAN, DIRTY or ZERO."""
         return self._piece(bucket).state
 
+    def present(self, bucket: str) -> bool:
+        """Whether all of the bucket's bytes are on the device."""
+        return self._piece(bucket).present
+
     def mark(self, bucket: str, state: BucketState) -> None:
         """Tell what was done to a bucket's bytes.
 
         On the device: DIRTY (written) or ZERO (zeroed in place). On the host: CLEAN (its bytes were written into the
-        slab) or ZERO. Anything else would lose bytes and raises BadInput, as does a bucket with another source.
+        slab) or ZERO. Anything else would lose bytes and raises BadInput, as does a bucket with another source, and
+        DIRTY for a bucket that is not present: pull it before writing, even all of it, for its bytes of the device
+        may still be another's. ZERO for one that is not present makes the next pull fill it with zeros.
         """
         piece = self._piece(bucket)
-        allowed = (DIRTY, ZERO) if self.residency is Residency.DEVICE else (CLEAN, ZERO)
+        allowed: tuple[BucketState, ...] = ()
+        if self.residency is Residency.DEVICE:
+            allowed = (DIRTY, ZERO) if piece.present else (ZERO,)
+        elif self.residency is Residency.HOST:
+            allowed = (CLEAN, ZERO)
         if piece.fixed or state not in allowed:
-            what = "has a shared source" if piece.fixed else f"is {self.residency}"
-            raise BadInput(f"bucket {bucket!r} {what} and cannot be marked {state}", "Mark what was really written")
+            what = "has a shared source" if piece.fixed else f"is {'not ' * (DIRTY not in allowed)}on the device"
+            raise BadInput(
+                f"bucket {bucket!r} {what} ({self.residency}) and cannot be marked {state}", "Mark what was written"
+            )
+        if not piece.present:
+            piece.ready = 0
         piece.state = state
+        self._before = None
 
     def repoint(self, bucket: str, source: Tensor) -> None:
         """Give a bucket with another source a new one (the next published version); the next `load` copies it."""
         piece = self._piece(bucket)
         if not piece.fixed:
             raise BadInput(f"bucket {bucket!r} lives in the own slab", "Write to the slab instead")
-        piece.home = _checked(bucket, piece.size, source)
-        piece.loaded = False
+        piece.settle(source)
+        piece.ready = 0
+        self._before = None
 
-    def rebind(self, region_slice: Tensor) -> None:
-        """Choose another place on the device (another adapter slot) for the next `load`. Only while on the host."""
-        if self.residency is not Residency.HOST:
+    def rebind(self, region_slice: Tensor, at: int = 0) -> None:
+        """Choose another place on the device (another adapter slot) for the next `load`. Only while off the device."""
+        if self.residency not in (Residency.HOST, Residency.NVME):
             raise IllegalTransition(f"state that is {self.residency} cannot get another place", "Offload it first")
-        self._place(region_slice)
+        self._place(region_slice, at)
+        self._before = None
 
-    def load(self) -> Moved:
-        """Copy to the device what is not there; zero buckets are zero-filled, not copied. Writes every bucket's bytes.
+    def rehome(self, slab_view: Tensor | None) -> None:
+        """The own slab is elsewhere now (HOST again), or nowhere because it is spilled (None: NVME).
 
-        On the device already: copies only buckets that were repointed. bytes_in counts copied bytes.
+        Raises IllegalTransition unless HOST or NVME, BadInput for a slab that is too small or misaligned.
+        """
+        if self.residency not in (Residency.HOST, Residency.NVME):
+            raise IllegalTransition(f"state that is {self.residency} keeps its slab", "Offload it first")
+        if slab_view is None:
+            if self.residency is Residency.HOST:
+                self.residency = advance(advance(self.residency, Residency.SPILLING), Residency.NVME)
+            for piece in self._pieces.values():
+                if not piece.fixed:
+                    piece.settle(None)
+        else:
+            self._settle(slab_view)
+            self.residency = Residency.HOST
+        self._before = None
+
+    def load(self, upto: Collection[str] | None = None, seat: Seat | None = None) -> Moved:
+        """Be on the device: have the buckets named there (None: all), zero ones zero-filled; `pull` brings the rest.
+
+        seat: each chunk waits at the gate first. On the device already: brings only what is not there (what was
+        repointed). bytes_in counts copied bytes. Raises what the gate and the copy raise; then `undo`.
         """
         start = time.perf_counter()
-        self.residency = advance(self.residency, Residency.LOADING)
-        moved = 0
-        try:
-            for piece in self._pieces.values():
-                if piece.loaded:
-                    continue
-                if piece.state is ZERO:
-                    piece.device.zero_()
-                else:
-                    piece.device.copy_(piece.home)
-                    moved += piece.size
-                piece.loaded = True
-        except BaseException:
-            self.residency = Residency.LOST
-            raise
+        pieces = self._pieces.values() if upto is None else self._named(upto)
+        before, self.residency = self.residency, advance(self.residency, Residency.LOADING)
+        self._before = before
+        moved, waited = self._carrier.bring(pieces, seat)
         self.residency = Residency.DEVICE
-        return Moved(bytes_in=moved, seconds=time.perf_counter() - start)
+        return Moved(bytes_in=moved, seconds=time.perf_counter() - start, waited_s=waited)
 
-    def offload(self) -> Moved:
+    def pull(self, *buckets: str, seat: Seat | None = None) -> Moved:
+        """Have these buckets on the device now. No time for those that are; what fails leaves them as they were.
+
+        Raises IllegalTransition unless DEVICE, and what the gate and the copy raise.
+        """
+        start = time.perf_counter()
+        if self.residency is not Residency.DEVICE:
+            raise IllegalTransition(f"nothing is pulled into state that is {self.residency}", "Load it first")
+        pieces = [piece for piece in self._named(buckets) if not piece.present]
+        if not pieces:
+            return Moved()
+        moved, waited = self._carrier.bring(pieces, seat)
+        return Moved(bytes_in=moved, seconds=time.perf_counter() - start, waited_s=waited)
+
+    def offload(self, seat: Seat | None = None) -> Moved:
         """Copy DIRTY buckets to the slab, forget the rest; after it the region's bytes are free for others.
 
-        bytes_out counts copied bytes, bytes_clean those that needed no copy because the host has them.
+        seat: told after each chunk what is free; told `fail` when a copy raises. CLEAN, ZERO and absent buckets are
+        released without a copy. bytes_out counts copied bytes, bytes_clean those that the host had already.
         """
         start = time.perf_counter()
-        self.residency = advance(self.residency, Residency.OFFLOADING)
+        before, self.residency = self.residency, advance(self.residency, Residency.OFFLOADING)
+        self._before = before
         moved = clean = 0
+        for piece in self._pieces.values():
+            piece.stayed = piece.ready
         try:
             for piece in self._pieces.values():
                 if piece.state is DIRTY:
-                    piece.home.copy_(piece.device)
-                    piece.state = CLEAN
+                    self._carrier.send_home(piece, seat)
                     moved += piece.size
-                elif piece.state is CLEAN:
-                    clean += piece.size
-                piece.loaded = False
+                else:
+                    self._carrier.forget(piece, seat)
+                    clean += piece.there if piece.state is CLEAN else 0
         except BaseException:
-            self.residency = Residency.LOST
+            if seat is not None:
+                seat.fail()
             raise
+        for piece in self._pieces.values():
+            piece.ready = piece.left = 0
         self.residency = Residency.HOST
         return Moved(bytes_out=moved, bytes_clean=clean, seconds=time.perf_counter() - start)
 
-    def _place(self, region_slice: Tensor) -> None:
-        check_buffer(region_slice, self.manifest.end, "the device place of a state")
-        for bucket in self.manifest.buckets:
-            if bucket.size:
-                self._pieces[bucket.name].device = region_slice[bucket.offset : bucket.offset + bucket.size]
+    def undo(self, seat: Seat | None = None) -> Moved:
+        """Take the last load or offload back, whether it failed or was done, bit for bit.
 
-    def _piece(self, bucket: str) -> _Piece:
+        After a load: where it started from, HOST with no copy. After an offload: DEVICE with the buckets that were
+        there; what was released is waited for (a LEAVING seat is told `fail` first, so that who comes gives up) and
+        copied in again, in descending order. Call it only for states that the switch in question has touched.
+        Raises IllegalTransition when there is nothing to take back; after any other error the state is LOST.
+        """
+        start = time.perf_counter()
+        if self._before is None:
+            raise IllegalTransition(f"state that is {self.residency} has no switch to take back", "Load or offload it")
+        before, self._before = self._before, None
+        moved, waited = 0, 0.0
+        try:
+            if before is Residency.DEVICE and self.residency in (Residency.OFFLOADING, Residency.HOST):
+                moved, waited = self._take_back(seat)
+            elif before is not Residency.DEVICE:
+                if self.residency is Residency.DEVICE:
+                    self.residency = advance(self.residency, Residency.OFFLOADING)
+                for piece in self._pieces.values():
+                    piece.ready = 0
+                self.residency = advance(self.residency, before)
+            else:
+                self.residency = Residency.DEVICE
+        except BaseException:
+            self.residency = Residency.LOST
+            raise
+        return Moved(bytes_in=moved, seconds=time.perf_counter() - start, waited_s=waited)
+
+    def _take_back(self, seat: Seat | None) -> tuple[int, float]:
+        """From OFFLOADING or HOST to DEVICE."""
+        if self.residency is Residency.HOST:
+            self.residency = advance(self.residency, Residency.LOADING)
+            for piece in self._pieces.values():
+                piece.ready = piece.left = piece.stayed
+        elif seat is not None:
+            seat.fail()
+        back = self._carrier.take_back(reversed(self._pieces.values()), seat)
+        self.residency = advance(self.residency, Residency.DEVICE)
+        return back
+
+    def _settle(self, slab: Tensor | None) -> None:
+        if self.host.size:
+            if slab is None:
+                raise BadInput("a state with buckets of its own has no slab", f"Allocate {self.host.size} bytes")
+            check_buffer(slab, self.host.size, "the slab of a state")
+        for bucket in self.host.buckets:
+            if bucket.size:
+                self._pieces[bucket.name].settle(slab[bucket.offset : bucket.offset + bucket.size])
+
+    def _place(self, region_slice: Tensor, at: int) -> None:
+        check_buffer(region_slice, self.manifest.end, "the device place of a state")
+        self._carrier.at = at
+        for piece in self._pieces.values():
+            piece.place(region_slice)
+
+    def _named(self, buckets: Collection[str]) -> list[Piece]:
+        """In device order. Buckets without bytes are left out. Raises BadInput for an unknown one."""
+        for name in buckets:
+            if name not in self._pieces and all(name != bucket.name for bucket in self.manifest.buckets):
+                self._piece(name)
+        return [piece for name, piece in self._pieces.items() if name in buckets]
+
+    def _piece(self, bucket: str) -> Piece:
         try:
             return self._pieces[bucket]
         except KeyError:
             raise BadInput(f"no bucket {bucket!r} with bytes", f"There are {', '.join(self._pieces)}") from None
-
-
-def _checked(bucket: str, size: int, source: Tensor) -> Tensor:
-    check_buffer(source, size, f"the source of bucket {bucket!r}")
-    if source.numel() != size:
-        raise BadInput(f"the source of bucket {bucket!r} has {source.numel()} bytes", f"Slice exactly {size}")
-    return source

@@ -7,6 +7,7 @@ import torch
 
 from plexrl.memory.manifest import Manifest, TensorSpec
 from plexrl.memory.resident import CLEAN, DIRTY, LEGAL, ZERO, IllegalTransition, ResidentState, advance
+from plexrl.memory.transfer import Memcpy
 from plexrl.types import BadInput, Moved, Residency
 
 MANIFEST = Manifest.build(
@@ -143,16 +144,179 @@ def test_only_legal_transitions_happen():
                     advance(now, to)
 
 
-def test_an_error_in_a_copy_loses_the_state(monkeypatch):
+class Faulty(Memcpy):
+    """Copies as memcpy does until `good` copies are done; then every copy fails."""
+
+    def __init__(self, good: int) -> None:
+        self.good = good
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.good == 0:
+            raise OSError("the link is down")
+        self.good -= 1
+        super().copy(target, source)
+
+
+def chunked(rig: Rig, mover: Memcpy | None = None) -> ResidentState:
+    return ResidentState(MANIFEST, rig.device, rig.slab, {"frozen": rig.base}, mover=mover, chunk=64)
+
+
+def test_a_failed_load_is_taken_back_and_may_be_tried_again():
+    rig = Rig()
+    for good in range(SIZES["frozen"] // 64):
+        mover = Faulty(good)
+        state = chunked(rig, mover)
+        with pytest.raises(OSError):
+            state.load()
+        assert state.residency is Residency.LOADING
+        assert state.undo().bytes_in == 0 and state.residency is Residency.HOST
+        mover.good = -1
+        rig.device.random_()
+        assert state.load().bytes_in == SIZES["frozen"] and torch.equal(rig.device[: SIZES["frozen"]], rig.base)
+
+
+def test_a_failed_offload_is_taken_back_with_what_others_wrote_over_it():
+    rig = Rig()
+    chunks = (SIZES["weights"] + SIZES["grads"]) // 64
+    for good in range(chunks):
+        mover = Faulty(-1)
+        state = chunked(rig, mover)
+        state.load()
+        rig.device[SIZES["frozen"] : -SIZES["steps"]].random_()
+        state.mark("weights", DIRTY)
+        state.mark("grads", DIRTY)
+        before = rig.device.clone()
+        mover.good = good
+        with pytest.raises(OSError):
+            state.offload()
+        assert state.residency is Residency.OFFLOADING
+        # What was let go of is another's until it is waited for again.
+        rig.device[: SIZES["frozen"] + 64 * good].random_()
+        mover.good = -1
+        assert state.undo().bytes_in == SIZES["frozen"] + 64 * good
+        assert state.residency is Residency.DEVICE and torch.equal(rig.device, before)
+        state.offload()
+        rig.device.random_()
+        state.load()
+        assert torch.equal(rig.device, before)
+
+
+def test_what_is_done_is_taken_back_too_because_another_rank_failed():
+    rig = Rig()
+    state = chunked(rig)
+    state.load()
+    assert state.undo() and state.residency is Residency.HOST
+    with pytest.raises(IllegalTransition, match="take back"):
+        state.undo()
+    state.load({"frozen", "weights"})
+    rig.device[SIZES["frozen"] :][: SIZES["weights"]].random_()
+    state.mark("weights", DIRTY)
+    before = rig.device.clone()
+    state.offload()
+    rig.device[: SIZES["frozen"] + SIZES["weights"]].random_()
+    assert state.undo().bytes_in == SIZES["frozen"] + SIZES["weights"] and state.residency is Residency.DEVICE
+    assert torch.equal(rig.device, before) and state.present("weights") and not state.present("grads")
+
+
+def test_only_an_undo_that_fails_loses_the_state():
+    rig = Rig()
+    mover = Faulty(-1)
+    state = chunked(rig, mover)
+    state.load()
+    mover.good = 0
+    state.mark("steps", DIRTY)
+    with pytest.raises(OSError):
+        state.offload()
+    with pytest.raises(OSError):
+        state.undo()
+    assert state.residency is Residency.LOST
+    for verb in (state.load, state.offload, state.undo):
+        with pytest.raises(IllegalTransition):
+            verb()
+
+
+def test_a_part_comes_first_and_the_rest_when_it_is_pulled():
     rig = Rig()
     rig.state.load()
-    rig.state.mark("steps", DIRTY)
-    monkeypatch.setattr(rig.state._pieces["steps"], "home", torch.zeros(3, dtype=torch.uint8))
-    with pytest.raises(RuntimeError):
-        rig.state.offload()
-    assert rig.state.residency is Residency.LOST
-    with pytest.raises(IllegalTransition):
-        rig.state.load()
+    rig.device[SIZES["frozen"] :].random_()
+    whole = rig.device.clone()
+    for bucket in ("weights", "grads", "steps"):
+        rig.state.mark(bucket, DIRTY)
+    rig.state.offload()
+    rig.device.zero_()
+    assert rig.state.load({"frozen", "weights", "none"}).bytes_in == SIZES["frozen"] + SIZES["weights"]
+    assert rig.state.present("weights") and not rig.state.present("grads")
+    assert not rig.device[SIZES["frozen"] + SIZES["weights"] :].any()
+    with pytest.raises(BadInput, match="grads"):
+        rig.state.mark("grads", DIRTY)
+    with pytest.raises(BadInput, match="other"):
+        rig.state.pull("other")
+    # An absent bucket costs nothing on the way out either.
+    assert counters(rig.state.offload()) == (0, 0, SIZES["frozen"] + SIZES["weights"])
+    rig.state.load({"frozen"})
+    assert counters(rig.state.pull("grads", "weights", "steps"))[1] == sum(SIZES.values()) - SIZES["frozen"]
+    assert rig.state.pull("grads", "none").bytes_in == 0 and torch.equal(rig.device, whole)
+    rig.state.offload()
+    with pytest.raises(IllegalTransition, match="host"):
+        rig.state.pull("grads")
+
+
+def test_an_absent_bucket_that_is_marked_zero_is_pulled_as_zeros():
+    rig = Rig()
+    rig.state.load()
+    rig.views["grads"]["a"].fill_(3.0)
+    rig.state.mark("grads", DIRTY)
+    rig.state.offload()
+    rig.device.random_()
+    rig.state.load({"frozen"})
+    rig.state.mark("grads", ZERO)
+    assert rig.state.pull("grads").bytes_in == 0 and not rig.views["grads"]["a"].any()
+
+
+def test_a_pull_that_fails_leaves_the_state_usable():
+    rig = Rig()
+    mover = Faulty(-1)
+    state = chunked(rig, mover)
+    state.load()
+    rig.device[SIZES["frozen"] :].random_()
+    for bucket in ("weights", "grads", "steps"):
+        state.mark(bucket, DIRTY)
+    whole = rig.device.clone()
+    state.offload()
+    rig.device.random_()
+    state.load({"frozen"})
+    mover.good = 2
+    with pytest.raises(OSError):
+        state.pull("weights", "grads")
+    assert state.residency is Residency.DEVICE and not state.present("weights")
+    mover.good = -1
+    state.pull("weights", "grads", "steps")
+    assert torch.equal(rig.device, whole)
+
+
+def test_a_spilled_state_comes_back_from_another_slab():
+    rig = Rig()
+    rig.state.load()
+    rig.views["weights"]["a"].fill_(7.0)
+    rig.state.mark("weights", DIRTY)
+    with pytest.raises(IllegalTransition, match="device"):
+        rig.state.rehome(None)
+    rig.state.offload()
+    stored = rig.slab.clone()
+    rig.state.rehome(None)
+    assert rig.state.residency is Residency.NVME
+    for verb in (rig.state.load, rig.state.offload, rig.state.undo):
+        with pytest.raises(IllegalTransition):
+            verb()
+    rig.slab.random_()
+    with pytest.raises(BadInput):
+        rig.state.rehome(stored[64:])
+    assert rig.state.residency is Residency.NVME
+    rig.state.rehome(stored)
+    assert rig.state.residency is Residency.HOST
+    rig.device.random_()
+    rig.state.load()
+    assert (rig.views["weights"]["a"] == 7.0).all() and not rig.views["grads"]["a"].any()
 
 
 def test_a_switch_allocates_nothing():
@@ -166,7 +330,8 @@ def test_a_switch_allocates_nothing():
 
     rig.state.load()
     switch()
-    places = [(id(p.device), p.device.data_ptr(), id(p.home), p.home.data_ptr()) for p in rig.state._pieces.values()]
+    chunks = [chunk for piece in rig.state._pieces.values() for chunk in piece.chunks]
+    places = [(id(c.device), c.device.data_ptr(), id(c.home), c.home.data_ptr()) for c in chunks]
     tracemalloc.start()
     switch()
     settled = tracemalloc.get_traced_memory()[0]
@@ -177,8 +342,6 @@ def test_a_switch_allocates_nothing():
     tracemalloc.stop()
     # A Moved record and its counters; 50 switches leave nothing behind.
     assert peak - settled < 2048 and after - settled < 1024
-    assert places == [
-        (id(p.device), p.device.data_ptr(), id(p.home), p.home.data_ptr()) for p in rig.state._pieces.values()
-    ]
-    storages = {p.device.untyped_storage().data_ptr() for p in rig.state._pieces.values()}
+    assert places == [(id(c.device), c.device.data_ptr(), id(c.home), c.home.data_ptr()) for c in chunks]
+    storages = {c.device.untyped_storage().data_ptr() for c in chunks}
     assert storages == {rig.device.untyped_storage().data_ptr()}
