@@ -91,14 +91,14 @@ class Deployments:
         """Make the deployment on its gang as soon as that is built."""
         if model.created.group in self._groups.asked:
             return
-        (gang,) = self._groups.gangs(model.created.group)
+        (gang,) = self._groups.gangs_of(model.created.group)
         if self._gang_up.get(gang.id):
             self._core.spawn(self._create(model))
 
     async def _create(self, model: Model) -> None:
         core = self._core
         try:
-            await self._groups.create(model)
+            await self._groups.states.create(model)
         except PlexrlError as error:
             core.fail(f"{model.id}:0", str(error), category_of(error))
             await self.end_model(model, f"it was not created: {error}")
@@ -123,14 +123,14 @@ class Deployments:
 
     def _built(self, gang_id: str) -> None:
         self._gang_up[gang_id] = True
-        group, _ = self._groups.gang(gang_id)
+        group, _ = self._groups.gangs.find(gang_id)
         if group.placed.spec.role is Role.TRAIN:
             for model in self._core.book.live_models(group.placed.spec.group):
                 self.start(model)
 
     def _build_failed(self, gang_id: str, why: PlexrlError) -> None:
         """Everybody who waited for the gang is told; the group is given up."""
-        group, _ = self._groups.gang(gang_id)
+        group, _ = self._groups.gangs.find(gang_id)
         name = group.placed.spec.group
         for model in self._core.book.live_models(name):
             self._core.fail(f"{model.id}:0", f"the worker group was not built: {why}", category_of(why))
@@ -146,7 +146,7 @@ class Deployments:
     def adopt(self, gang_id: str, hello: m.HostHello) -> None:
         """A gang that outlived the last head: what it has is ours again, what it lacks is made or lost."""
         self._gang_up[gang_id] = True
-        group, _ = self._groups.gang(gang_id)
+        group, _ = self._groups.gangs.find(gang_id)
         if group.placed.spec.role is not Role.TRAIN:
             return
         live = self._core.book.live_models(group.placed.spec.group)
@@ -304,7 +304,7 @@ class Deployments:
     def gang_lost(self, gang_id: str, why: str) -> None:
         """A gang's state is gone: a trainer's deployments are lost, their checkpoints named; samplers come back."""
         self._gang_up[gang_id] = False
-        group, _ = self._groups.gang(gang_id)
+        group, _ = self._groups.gangs.find(gang_id)
         if group.ended or gang_id in self._losing:
             return
         log.error("gang %s is lost: %s", gang_id, why)
@@ -312,7 +312,7 @@ class Deployments:
         self._core.spawn(self._lose(gang_id, why))
 
     async def _lose(self, gang_id: str, why: str) -> None:
-        group, _ = self._groups.gang(gang_id)
+        group, _ = self._groups.gangs.find(gang_id)
         spec = group.placed.spec
         try:
             await self._turns.lost(gang_id)

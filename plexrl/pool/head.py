@@ -286,9 +286,9 @@ class Head:
         there = await self._whole(gangs)
         held = dict(zip(there, await asyncio.gather(*(self._pause(gang) for gang in there)), strict=True))
         there = {gang: unfinished for gang, unfinished in held.items() if unfinished is not None}
-        resident = {gang for gang in there if self._groups.hosts[gang].resident}
-        outcomes = [(gang, outcome) for gang in there for outcome in self._groups.hosts[gang].outcomes]
-        await asyncio.gather(*(self._groups.kill(gang) for gang in gangs if gang not in there))
+        resident = {gang for gang in there if self._groups.gangs.hosts[gang].resident}
+        outcomes = [(gang, outcome) for gang in there for outcome in self._groups.gangs.hosts[gang].outcomes]
+        await asyncio.gather(*(self._groups.gangs.kill(gang) for gang in gangs if gang not in there))
         dead = gangs.keys() - there.keys()
         for placed in groups.values():
             self._turns.perform(core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident, dead))
@@ -298,7 +298,7 @@ class Head:
             self._turns.outcome(gang, outcome)
         for gang in gangs:
             if gang in there:
-                self._deployments.adopt(gang, self._groups.hosts[gang])
+                self._deployments.adopt(gang, self._groups.gangs.hosts[gang])
             else:
                 self._deployments.gang_lost(gang, "its engine host did not come back to the new head")
         for model in list(book.models.values()):
@@ -312,7 +312,7 @@ class Head:
         """Engine hosts of groups that ended while the last head could not tell them."""
         for agent in self._agents.values():
             for gang in {child[0] for child in agent.children} - gangs:
-                await self._groups.kill_on(agent.node, gang)
+                await self._groups.gangs.kill_on(agent.node, gang)
 
     async def _whole(self, gangs: dict[str, Gang]) -> list[str]:
         """Gangs whose ranks all live, when their leaders have said hello (one may still be building)."""
@@ -321,7 +321,7 @@ class Head:
             ended = {(x.gang, x.rank, x.build) for _, x in self._early or () if isinstance(x, m.ChildEnded)}
             alive = {child[:2] for agent in self._agents.values() for child in agent.children if child not in ended}
             whole = [name for name, gang in gangs.items() if {(name, rank) for rank in range(len(gang.gpus))} <= alive]
-            there = [name for name in whole if name in self._groups.hosts]
+            there = [name for name in whole if name in self._groups.gangs.hosts]
             if len(there) == len(whole) or time.monotonic() > deadline or self._stop.is_set():
                 return there
             await asyncio.sleep(0.05)
@@ -371,7 +371,7 @@ class Head:
             case m.AgentHello():
                 self._meet(name, message)
             case m.HostHello():
-                if not self._groups.hello(message):
+                if not self._groups.gangs.hello(message):
                     log.warning("an engine host of %s is not ours any more: it is told to end", message.gang)
                     return False
                 if message.gang in self._paused:
@@ -390,11 +390,11 @@ class Head:
         if before is not None and before.birth != agent.birth:
             self._core.links.forget(name)
             if self._early is None:
-                for gang in self._groups.node_lost(agent.node):
+                for gang in self._groups.gangs.node_lost(agent.node):
                     self._deployments.gang_lost(gang, f"the agent of {agent.node} ended")
         elif self._early is None:
-            for gang, build in self._groups.missing(agent.node, set(agent.children)).items():
-                if self._groups.rank_ended(gang, build, "its process is gone"):
+            for gang, build in self._groups.gangs.missing(agent.node, set(agent.children)).items():
+                if self._groups.gangs.rank_ended(gang, build, "its process is gone"):
                     self._deployments.gang_lost(gang, "its process is gone")
 
     def _receive(self, name: str, message: m.Message) -> None:
@@ -410,7 +410,7 @@ class Head:
             case m.Ended():
                 self._turns.outcome(gang, message.outcome)
             case m.Paused():
-                if self._groups.ours(gang, message.build):
+                if self._groups.gangs.ours(gang, message.build):
                     self._turns.paused(gang, message.unfinished)
             case m.ChildEnded() if not self._stop.is_set():
                 self._child_ended(message)
@@ -419,7 +419,7 @@ class Head:
         why = f"rank {message.rank} ended with code {message.code}"
         if message.tail.strip():
             why += f": {message.tail.strip().splitlines()[-1][:300]}"
-        if self._groups.rank_ended(message.gang, message.build, why):
+        if self._groups.gangs.rank_ended(message.gang, message.build, why):
             self._deployments.gang_lost(message.gang, why)
 
     def _bye(self, peer: Peer) -> None:

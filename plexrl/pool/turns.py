@@ -103,7 +103,7 @@ class Turns:
 
     async def lost(self, gang_id: str) -> None:
         """A built gang lost a rank: it is killed whole; when nothing of it runs any more, its calls end."""
-        await self._groups.kill(gang_id)
+        await self._groups.gangs.kill(gang_id)
         self.perform(self._core.scheduler.lost(self._core.now_us(), gang_id))
 
     def repair(self, gang_id: str) -> None:
@@ -154,7 +154,7 @@ class Turns:
         """A call that came to nothing: had it been to publish a version, the memory for that is given back."""
         call = accepted.call
         if call.kind is CallKind.PUBLISH and accepted.work["version"] not in self._core.book.versions:
-            self._core.spawn(self._groups.discard(call.group, str(accepted.work["version"])))
+            self._core.spawn(self._groups.snapshots.discard(call.group, str(accepted.work["version"])))
 
     def _finish(self, accepted: records.CallAccepted, record: records.CallEnded) -> records.CallEnded:
         """What the head adds to a result: paths, versions, sampling sessions."""
@@ -183,8 +183,8 @@ class Turns:
                         attn=created.attn,
                         mlp=created.mlp,
                         unembed=created.unembed,
-                        size=self._groups.snapshot_bytes(model),
-                        nodes=self._groups.nodes(created.group),
+                        size=self._groups.snapshots.bytes_of(model),
+                        nodes=self._groups.snapshots.nodes(created.group),
                         folder=str(work["folder"]),
                     )
                 )
@@ -272,13 +272,13 @@ class Turns:
         evicted: list[str] = []
         try:
             await self._offload(action.evict, evicted)
-            await self._groups.build(action.gang)
+            await self._groups.gangs.build(action.gang)
             if core.book.groups[action.gang.rpartition("/")[0]].ended:
                 raise Unavailable("its group ended meanwhile")
         except PlexrlError as error:
             log.error("%s was not built: %s", action.gang, error)
-            await self._groups.kill(action.gang)
-            group, _ = self._groups.gang(action.gang)
+            await self._groups.gangs.kill(action.gang)
+            group, _ = self._groups.gangs.find(action.gang)
             for call_id in [call for calls in core.book.open_calls.values() for call in calls]:
                 if core.book.entries[call_id].accepted.call.group == group.placed.spec.group:
                     core.fail(call_id, f"the worker group was not built: {error}", category_of(error))
@@ -299,7 +299,7 @@ class Turns:
             moved = await self._move(action.gang, "load")
         except PlexrlError as error:
             log.error("%s was not switched in: %s", action.gang, error)
-            await self._groups.kill(action.gang)
+            await self._groups.gangs.kill(action.gang)
             self.perform(answer(core.now_us(), action.gang, False, moved, evicted))
             self.on_lost(action.gang, str(error))
             return
@@ -314,7 +314,7 @@ class Turns:
             if isinstance(result, PlexrlError):
                 self.on_lost(victim, str(result))
                 # Nothing may come into its place while one of its ranks could still write there.
-                await self._groups.kill(victim)
+                await self._groups.gangs.kill(victim)
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -323,7 +323,7 @@ class Turns:
     async def _move(self, gang_id: str, verb: str) -> dict[str, Moved]:
         core = self._core
         value = await core.links.order(f"gang:{gang_id}", m.Order(id=0, verb=verb, args={}), _SWITCH_S)
-        _, gang = self._groups.gang(gang_id)
+        _, gang = self._groups.gangs.find(gang_id)
         moved = {
             gpu: msgspec.convert(part, Moved) for gpu, part in zip(gang.gpus, value["moved"], strict=False) if part
         }
@@ -383,10 +383,10 @@ class Turns:
         if call.kind is CallKind.SAVE_STATE:
             await asyncio.to_thread(_note, Path(str(args["folder"])), msgspec.json.encode(args["meta"]))
         elif call.kind is CallKind.PUBLISH:
-            args["slabs"] = await self._groups.snapshot(core.book.models[call.deployment], str(args["version"]))
+            args["slabs"] = await self._groups.snapshots.make(core.book.models[call.deployment], str(args["version"]))
         elif call.kind is CallKind.SAMPLE:
             if args["version"]:
-                await self._groups.attach(gang_id, core.book.versions[str(args["version"])])
+                await self._groups.snapshots.attach(gang_id, core.book.versions[str(args["version"])])
             while (taking := self._taking.get(call.id)) is not None:
                 await taking
             args["drawn"] = self._drawn.get(call.id)
