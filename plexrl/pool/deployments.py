@@ -20,9 +20,9 @@ class Deployments:
         self._core = core
         self._groups = groups
         self._turns = turns
-        turns.on_built = self._built
-        turns.on_build_failed = self._build_failed
-        turns.on_lost = self.gang_lost
+        turns.switches.on_built = self._built
+        turns.switches.on_build_failed = self._build_failed
+        turns.switches.on_lost = self.gang_lost
         self._gang_up: dict[str, bool] = {}
         self._losing: set[str] = set()
 
