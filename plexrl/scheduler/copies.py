@@ -48,12 +48,14 @@ class Copies(Books):
             self._tell_unions(arrival.state)
         self._look_again(arrival.state)
 
-    def _broken_off(self, arrival: Arrival, evicted: Collection[str]) -> None:
-        """It will not come. evicted: those that have left."""
+    def _broken_off(self, arrival: Arrival, evicted: Collection[str], undone: bool = False) -> None:
+        """It will not come. evicted: those that have left. undone: the others are where they were."""
         for victim in arrival.evicting:
             self._clear_evictor(victim)
             if victim.id in evicted:
                 self._move(victim, Residency.HOST)
+            elif undone:
+                self._move(victim, Residency.DEVICE)
         arrival.evicting = []
         self._copied(arrival.state)
         arrival.state.arrival, arrival.state.building = None, False

@@ -13,12 +13,19 @@ if TYPE_CHECKING:
     from plexrl.scheduler.residence import Arrival
 
 # Rule 7. HOST -> LOST and the like: a rank may die anywhere. OFFLOADING -> LOADING: a switch was broken off, nobody
-# knows how far it came, and the gang is told to load, which is idempotent.
+# knows how far it came, and the gang is told to load, which is idempotent. LOADING -> HOST or COLD and OFFLOADING ->
+# DEVICE: it was undone.
 LEGAL = {
     Residency.COLD: {Residency.LOADING, Residency.LOST},
-    Residency.LOADING: {Residency.DEVICE, Residency.LOST},
+    Residency.LOADING: {Residency.DEVICE, Residency.HOST, Residency.COLD, Residency.LOST},
     Residency.DEVICE: {Residency.OFFLOADING, Residency.LOST},
-    Residency.OFFLOADING: {Residency.HOST, Residency.LOADING, Residency.OFFLOADING, Residency.LOST},
+    Residency.OFFLOADING: {
+        Residency.HOST,
+        Residency.DEVICE,
+        Residency.LOADING,
+        Residency.OFFLOADING,
+        Residency.LOST,
+    },
     Residency.HOST: {Residency.LOADING, Residency.LOST},
     Residency.LOST: {Residency.COLD},
 }

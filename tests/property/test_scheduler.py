@@ -334,6 +334,7 @@ class Pool(RuleBasedStateMachine):
             self.pool.do(scheduler.switched(now, gang, False, {}, evicted))
             self.pool.do(scheduler.prefetched(now, gang, True, {}, evicted))
             self.pool.do(scheduler.prefetched(now, gang, False, {}, ()))
+            self.pool.do(scheduler.undone(now, gang, evicted))
             self.pool.do(scheduler.relocated(now, gang.partition("/")[0], True))
             self.pool.do(scheduler.built(now, gang))
             self.pool.do(scheduler.build_failed(now, gang, evicted))
@@ -483,7 +484,7 @@ def test_the_rules_hold_after_every_event(number):
     assert Pool.events >= 10_000
     # What the draws seldom reach (Gather, Prefetch, removed) has tests of its own.
     often = ["Pause", "Switch", "Dropped", "Placed", "union", "quantum", "drained", "preempted", "lost"]
-    often += ["switch failed", "build failed", "backfill"]
+    often += ["switch failed", "build failed", "undone", "backfill"]
     assert not [what for what in often if not Pool.seen[what]], Pool.seen
     assert Pool.starved >= 1
     assert {kind.value for kind in SpanClass} <= set(Pool.seen)

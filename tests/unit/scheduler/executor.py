@@ -252,6 +252,16 @@ class Executor:
             told = self.scheduler.switched if isinstance(order, Switch) else self.scheduler.prefetched
             self.do(told(self.now, order.gang, ok, moved, evicted))
 
+    def undo(self, engine: Engine, evicted: Iterable[str]) -> None:
+        """The Build, Switch or Prefetch is taken back; of its victims, those in `evicted` have left all the same."""
+        left = {*evicted, *(victim for victim in engine.leaving if not self.engines[victim].on_device)}
+        engine.order = None
+        for victim in engine.leaving:
+            self.engines[victim].unsure = False
+            self.engines[victim].on_device = victim not in left
+        engine.leaving = []
+        self.do(self.scheduler.undone(self.now, engine.gang.id, left))
+
     def pause(self, engine: Engine, unfinished: Iterable[str] | None = None) -> None:
         """The engine answers the Pause; the ends of calls not in `unfinished` are reported later."""
         named = tuple(engine.running if unfinished is None else unfinished)
@@ -315,12 +325,14 @@ class Executor:
         ]
 
     def step(self, random: Random, faults: float = 0.04) -> bool:
-        """Some engine answers; switches and builds fail now and then. False if none had anything to answer."""
+        """Some engine answers; some switches and builds fail or are undone. False if none had anything to answer."""
         choices = self.choices()
         if not choices:
             return False
         what, engine, call = random.choice(choices)
-        if what == "order":
+        if what == "order" and random.random() < faults:
+            self.undo(engine, [victim for victim in engine.leaving if random.random() < 0.5])
+        elif what == "order":
             self.answer(engine, ok=random.random() >= faults)
         elif what == "pause":
             self.pause(engine, [call for call in engine.running if random.random() < 0.9])
