@@ -76,15 +76,18 @@ class NoopTrainer:
         """No step."""
         return Result(content_type="application/json", body=b'{"metrics":{}}' if self.rank == 0 else b"", units=1)
 
-    def save(self, deployment: str, folder: Path, optimizer: bool) -> None:
+    def save(self, deployment: str, folder: Path, optimizer: bool) -> Moved:
         """An empty folder stands for the state."""
         folder.mkdir(parents=True, exist_ok=True)
+        return Moved()
 
-    def load(self, deployment: str, folder: Path, optimizer: bool) -> None:
+    def load(self, deployment: str, folder: Path, optimizer: bool) -> Moved:
         """Nothing to take."""
+        return Moved()
 
-    def publish(self, deployment: str, slab: Slab, folder: Path | None) -> None:
+    def publish(self, deployment: str, slab: Slab | None, folder: Path | None) -> Moved:
         """Nothing to pack."""
+        return Moved()
 
     def spill(self, deployment: str) -> None:
         """Nothing is held."""

@@ -13,6 +13,7 @@ from plexrl.types import BadInput, Moved, PlexrlError, Result, Role, Slab
 if TYPE_CHECKING:
     from plexrl.memory.arena import ArenaMap
     from plexrl.memory.device import Device
+    from plexrl.memory.gate import Seat
 
 
 class UserError(PlexrlError):
@@ -97,13 +98,13 @@ class TrainEngine(Protocol):
     def optim_step(self, deployment: str, body: bytes) -> Result:
         """Sum gradients over ranks, clip, AdamW with the body's adam_params (JSON), gradients to zero."""
 
-    def save(self, deployment: str, folder: Path, optimizer: bool) -> None:
+    def save(self, deployment: str, folder: Path, optimizer: bool) -> Moved:
         """Write weights (and optimizer) as safetensors; all or nothing. Raises PlexrlError on every rank alike."""
 
-    def load(self, deployment: str, folder: Path, optimizer: bool) -> None:
+    def load(self, deployment: str, folder: Path, optimizer: bool) -> Moved:
         """Take a saved state; without `optimizer` moments and step counter start at zero. Gradients become zero."""
 
-    def publish(self, deployment: str, slab: Slab, folder: Path | None) -> None:
+    def publish(self, deployment: str, slab: Slab | None, folder: Path | None) -> Moved:
         """Pack the weights into a snapshot slab (`sizing.snapshot_bytes`), and as safetensors into folder (rank 0)."""
 
     def offload(self) -> Moved:
@@ -173,8 +174,8 @@ class SampleEngine(Protocol):
         """Free what the process holds."""
 
 
-def build(spec: EngineSpec, device: Device, arena: ArenaMap) -> TrainEngine | SampleEngine:
-    """The engine of one rank, resident on its device when this returns.
+def build(spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None = None) -> TrainEngine | SampleEngine:
+    """The engine of one rank, resident on its device when this returns. seat: its place at the device's gate.
 
     A collective of the gang's ranks. Raises BadInput for a model that this engine cannot run.
     """
@@ -185,5 +186,5 @@ def build(spec: EngineSpec, device: Device, arena: ArenaMap) -> TrainEngine | Sa
     if spec.engine == "torch":
         from plexrl.engines.torch import build as build_torch
 
-        return build_torch(spec, device, arena)
+        return build_torch(spec, device, arena, seat)
     raise BadInput(f"engine {spec.engine!r} is unknown", "Use torch or noop")

@@ -18,7 +18,7 @@ import uvloop
 from plexrl.engines.protocol import Undone
 from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
-from plexrl.types import Moved, PlexrlError, Role, Slab
+from plexrl.types import Extent, Moved, PlexrlError, Role, Slab
 
 log = logging.getLogger("plexrl.enginehost")
 _FILL_S = 600.0
@@ -28,6 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent tells a new rank.
 
     ready: the slab of the base's ready mark. wait_for_base: another gang fills it. first_on_node: lowest rank there.
+    gate_seat: its own, at the gate of its GPU.
     """
 
     gang: str
@@ -40,6 +41,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     device_fd: int
     arena_fd: int
     arena_bytes: int
+    gate_fd: int
+    gate_seat: int
     lifeline_fd: int
     control: str
     keys: str
@@ -76,22 +79,26 @@ def _build(settings: Settings):
     from plexrl.engines.protocol import EngineSpec, build
     from plexrl.memory.arena import ArenaMap
     from plexrl.memory.device import CpuDevice
+    from plexrl.memory.gate import Gate
     from plexrl.pool.lockstep import Lockstep
     from plexrl.pool.samplehost import SampleHost
     from plexrl.pool.trainhost import TrainHost, TrainRank, follow
 
     spec = msgspec.convert(settings.engine, EngineSpec)
-    arena = device = mark = None
+    arena = device = seat = mark = None
     if spec.engine != "noop":
         import torch
 
         torch.set_num_threads(1)
         arena = ArenaMap(settings.arena_fd, settings.arena_bytes)
         device = CpuDevice(settings.device_fd, spec.device_bytes, settings.paranoid)
+        seat = Gate(settings.gate_fd).seat(
+            settings.gate_seat, settings.gang, Extent(spec.extent_offset, spec.extent_size)
+        )
         mark = arena.view(settings.ready) if settings.ready else None
         if mark is not None and settings.wait_for_base:
             _wait_filled(mark)
-    engine = build(spec, device, arena)
+    engine = build(spec, device, arena, seat)
     if mark is not None:
         mark[0] = 1
     if spec.role is Role.SAMPLE:

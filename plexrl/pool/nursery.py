@@ -22,6 +22,8 @@ from typing import NoReturn
 import msgspec
 from msgspec import Struct
 
+from plexrl.memory.transfer import ENVIRON
+
 _PACKET = 1 << 20
 _FDS = 8
 # Head, proxies and the users' programs are served before the pretend GPUs.
@@ -119,6 +121,7 @@ def rank_fds(count: int) -> list[int]:
 def _environment() -> dict[str, str]:
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
     return {k: os.environ[k] for k in keep if k in os.environ} | {
+        **ENVIRON,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -87,16 +87,22 @@ class TrainRank:
             case CallKind.OPTIM_STEP:
                 return Answer(done=True, result=engine.optim_step(deployment, body))
             case CallKind.SAVE_STATE:
-                engine.save(deployment, Path(args["folder"]), args["optimizer"])
+                moved = engine.save(deployment, Path(args["folder"]), args["optimizer"])
             case CallKind.LOAD_STATE:
-                engine.load(deployment, Path(args["folder"]), args["optimizer"])
+                moved = engine.load(deployment, Path(args["folder"]), args["optimizer"])
             case CallKind.PUBLISH:
                 # One snapshot per node: its first rank packs it. Ranks hold the same weights.
                 slab = slab_of(args["slabs"][self._node]) if self._first_on_node else None
-                engine.publish(deployment, slab, Path(args["folder"]) if args["folder"] else None)
+                moved = engine.publish(deployment, slab, Path(args["folder"]) if args["folder"] else None)
             case other:
                 raise BadInput(f"a trainer does not execute {other}")
-        return Answer(done=True, result=Result(content_type="application/json", body=b""))
+        result = Result(
+            content_type="application/json",
+            body=b"",
+            moved_bytes=moved.bytes_in + moved.bytes_out,
+            moved_us=round(moved.seconds * 1e6),
+        )
+        return Answer(done=True, result=result)
 
     def _next(self) -> Answer:
         assert self._running is not None

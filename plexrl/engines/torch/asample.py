@@ -12,6 +12,7 @@ from msgspec import Struct
 from tinker.proto import tinker_public_pb2 as pb
 
 from plexrl.engines.protocol import UserError
+from plexrl.engines.torch.crossing import Tally
 
 _NOT_BUILT = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
 EMPTY = -99999.0  # the client's mark for a cell of a top-k table that holds nothing
@@ -50,6 +51,7 @@ class Sequence:
         self.request = request
         self.row: int | None = None
         self.cached = 0  # tokens whose keys and values are in the row
+        self.parked = 0  # of these, the first ones that host memory has too, at the row's place
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[tuple[np.ndarray, np.ndarray]] = []
@@ -97,6 +99,7 @@ class Request:
         self.prompt_logprobs: np.ndarray | None = None
         self.prompt_top: list[tuple[np.ndarray, np.ndarray]] = []
         self.cpu_ns = 0.0
+        self.tally = Tally()
 
     @property
     def ended(self) -> bool:

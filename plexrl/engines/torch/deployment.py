@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from plexrl.engines.torch import adam, files
-from plexrl.engines.torch.home import Home
+from plexrl.engines.torch.home import Home, slices
 from plexrl.engines.torch.lora import Shape, peft_config
 from plexrl.memory.manifest import Manifest
-from plexrl.memory.resident import CLEAN, DIRTY, ZERO, ResidentState
-from plexrl.types import Residency
+from plexrl.memory.resident import CLEAN, DIRTY, ZERO, BucketState, ResidentState
+from plexrl.types import BadInput, Residency, Slab
 
 _MODEL_FILES = (
     "config.json",
@@ -26,16 +26,29 @@ _MODEL_FILES = (
 )
 
 
+OPTIMIZER = ("moment1", "moment2", "steps")
+"""What only an optimizer step and a saved state need."""
+
+
+def weight_buckets(layout: Manifest) -> tuple[str, ...]:
+    """The buckets that hold the weights, in their order: one, or one per stage."""
+    return tuple(bucket.name for bucket in layout.buckets if bucket.name.partition(".")[0] == "weights")
+
+
 class Bound:
     """The tensors at one place for one shape of state: views, made once. The module's parameters are among them."""
 
     def __init__(self, layout: Manifest, place: Tensor, dtype: torch.dtype) -> None:
-        self.views = layout.views(place)
-        flat = {b.name: place[b.offset : b.offset + b.size] for b in layout.buckets}
-        self.weights = flat["weights"]
+        found = layout.views(place)
+        flat = slices(layout, place)
+        # The weights' buckets are the first ones, side by side.
+        stages = weight_buckets(layout)
+        self.views = {name: views for name, views in found.items() if name not in stages}
+        self.views["weights"] = {name: tensor for stage in stages for name, tensor in found[stage].items()}
+        self.weights = place[layout.buckets[0].offset :][: sum(len(flat[stage]) for stage in stages)]
         self.grads = flat["grads"].view(dtype)
         self.adam = adam.Adam(
-            flat["weights"].view(dtype),
+            self.weights.view(dtype),
             self.grads,
             flat["moment1"].view(dtype),
             flat["moment2"].view(dtype),
@@ -51,11 +64,46 @@ class Bound:
 class Deployment:
     """One model's training state and where it is. shape None: full parameters."""
 
-    def __init__(self, shape: Shape | None, state: ResidentState, memory: Tensor) -> None:
+    def __init__(self, shape: Shape | None, state: ResidentState, memory: Tensor, slab: Slab) -> None:
         """memory: the bytes of its slab."""
         self.shape = shape
         self.state = state
-        self._memory = memory
+        self.slab = slab
+        self._memory: Tensor | None = memory
+        self._weights = weight_buckets(state.manifest)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is on the device; of its buckets some may still be on the host."""
+        return self.state.residency is Residency.DEVICE
+
+    def buckets(self, *parts: str) -> list[str]:
+        """The buckets of "weights", "grads", "moment1" and so on, in the order of their places."""
+        wanted = {name for part in parts for name in (self._weights if part == "weights" else (part,))}
+        return [bucket.name for bucket in self.state.manifest.buckets if bucket.name in wanted]
+
+    def mark(self, part: str, state: BucketState) -> None:
+        """state.mark of all its buckets."""
+        for bucket in self.buckets(part):
+            self.state.mark(bucket, state)
+
+    def check(self, what: str) -> None:
+        """Raises BadInput while the state is on NVMe."""
+        if self._memory is None:
+            raise BadInput(f"deployment {what!r} is spilled to NVMe", "Refill its slab first")
+
+    def spill(self, what: str) -> None:
+        """Let go of the slab. Raises BadInput unless the state is on the host."""
+        self.check(what)
+        if self.state.residency is not Residency.HOST:
+            raise BadInput(f"deployment {what!r} is {self.state.residency} and cannot be spilled", "Offload it first")
+        self.state.rehome(None)
+        self._memory = None
+
+    def rehome(self, memory: Tensor, slab: Slab) -> None:
+        """The state's bytes are in this slab now."""
+        self.state.rehome(memory)
+        self._memory, self.slab = memory, slab
 
     def at_home(self, dtype: torch.dtype) -> Bound:
         """The tensors in the host slab. They are the state only while it is on the host."""
@@ -82,15 +130,16 @@ class Deployment:
 
     def clear_grads(self, bound: Bound) -> None:
         """Gradients to zero, where the state is."""
-        bound.grads.zero_()
+        if not self.on_device or self.state.present("grads"):
+            bound.grads.zero_()
         self.state.mark("grads", ZERO)
 
     def loaded(self, bound: Bound, optimizer: bool) -> None:
         """Weights (and optimizer) were written where the state is: the rest starts at zero."""
-        written = DIRTY if self.state.residency is Residency.DEVICE else CLEAN
-        self.state.mark("weights", written)
-        for name in ("moment1", "moment2", "steps"):
-            if not optimizer:
+        written = DIRTY if self.on_device else CLEAN
+        self.mark("weights", written)
+        for name in OPTIMIZER:
+            if not optimizer and (not self.on_device or self.state.present(name)):
                 for tensor in bound.views[name].values():
                     tensor.zero_()
             self.state.mark(name, written if optimizer else ZERO)

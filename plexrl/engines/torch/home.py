@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,39 +14,57 @@ from plexrl.engines.torch.model import read_weights, skeleton
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import Device
 from plexrl.memory.manifest import Manifest, TensorSpec
-from plexrl.types import BadInput, Extent, Moved, Slab
+from plexrl.types import BadInput, Extent, Slab
+
+if TYPE_CHECKING:
+    from plexrl.memory.gate import Seat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Home:
-    """A rank's place: extent on the device (mapped), base weights in the arena, module tree without parameters yet."""
+    """A rank's place: extent on the device (mapped), base weights in the arena, module tree without parameters yet.
 
-    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap) -> None:
-        """Fills the base slab when the spec says so. Raises BadInput for a spec or model that does not fit together."""
+    The region holds, in this order: keys and values of a sampler, adapter slots, the model. What the layers of the
+    model need first of all is before them, so that they can begin while the last of them is still on its way.
+    """
+
+    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None) -> None:
+        """Waits for the extent and holds it. Fills the base slab when the spec says so.
+
+        Raises BadInput for a spec or model that does not fit together.
+        """
         self.spec = spec
         self.device = device
         self.arena = arena
+        self.seat = seat
         self.arch = layout.architecture(spec.model_dir)
         self.dtype = DTYPES[spec.dtype]
         self.base_specs = layout.base_specs(self.arch, spec.dtype)
         if spec.base is None:
             raise BadInput("the engine got no slab for the base weights", "Allocate Sizes.base_bytes in the arena")
         check_size("the base", spec.base, layout.packed(self.base_specs))
-        self._need = sizing.sizes(
+        need = sizing.sizes(
             spec.model_dir, spec.dtype, spec.role, spec.kind, spec.lora_slots, spec.lora_max_rank, spec.kv_bytes
         )
-        if spec.extent_size < self._need.device_bytes:
+        if spec.extent_size < need.device_bytes:
             raise BadInput(
-                f"an extent of {spec.extent_size} bytes is too small for the {self._need.device_bytes} of the group",
+                f"an extent of {spec.extent_size} bytes is too small for the {need.device_bytes} of the group",
                 "Place it with Sizes.device_bytes",
             )
+        lora = spec.kind == "lora"
+        self._slots_at = need.park_bytes
+        self._slot = sizing.slot_bytes(spec.model_dir, spec.role, spec.lora_max_rank) if lora else 0
+        self.model_at = self._slots_at + spec.lora_slots * self._slot
         self.model = skeleton(spec.model_dir, self.arch, self.dtype, spec.max_context)
         self.vocabulary = self.model.config.vocab_size
         if spec.base_fill:
             views = manifest({"frozen": self.base_specs}).views(arena.view(spec.base))["frozen"]
             read_weights(spec.model_dir, self.arch, views)
         self.region = device.reserve(Extent(spec.extent_offset, spec.extent_size))
+        if seat is not None:
+            seat.come()
+            seat.held()
         device.map(self.region)
         # Whoever had this memory before may have been another user, and may have been killed without clearing it.
         self.region.buffer.zero_()
@@ -55,11 +73,18 @@ class Home:
         """The base weights' bytes in the arena, read-only: laid out as a bucket of base_specs."""
         return self.arena.view(self.spec.base, readonly=True)
 
+    def model_place(self) -> Tensor:
+        """Where the region holds the model: to its end."""
+        return self.region.buffer[self.model_at :]
+
     def slot(self, index: int) -> Tensor:
-        """An adapter slot: slots lie at the end of the extent's used part."""
-        size = sizing.slot_bytes(self.spec.model_dir, self.spec.role, self.spec.lora_max_rank)
-        start = self._need.device_bytes - (self.spec.lora_slots - index) * size
-        return self.region.buffer[start : start + size]
+        """An adapter slot."""
+        start = self.slot_at(index)
+        return self.region.buffer[start : start + self._slot]
+
+    def slot_at(self, index: int) -> int:
+        """Where in the region it begins."""
+        return self._slots_at + index * self._slot
 
     def adapter_specs(self, shape: Shape) -> list[layout.Spec]:
         """The tensors of an adapter. Raises BadInput for a rank above the group's."""
@@ -83,6 +108,10 @@ class Slots:
             return None
         slot = self._held[owner] = self._held.pop(owner)
         return slot
+
+    def held(self) -> list[object]:
+        """Owners by ascending slot."""
+        return sorted(self._held, key=self._held.__getitem__)
 
     def claim(self, owner: object) -> tuple[int, object | None]:
         """A slot for an owner that has none, and who must leave it first."""
@@ -112,12 +141,6 @@ def check_size(what: str, slab: Slab, size: int) -> None:
         raise BadInput(f"slab {slab.name!r} of {what} has {slab.size} bytes and needs {size}", "Allocate that much")
 
 
-def total(parts: Iterable[Moved]) -> Moved:
-    """All that was moved."""
-    parts = list(parts)
-    return Moved(
-        bytes_out=sum(p.bytes_out for p in parts),
-        bytes_in=sum(p.bytes_in for p in parts),
-        bytes_clean=sum(p.bytes_clean for p in parts),
-        seconds=sum(p.seconds for p in parts),
-    )
+def slices(plan: Manifest, memory: Tensor) -> dict[str, Tensor]:
+    """bucket -> its bytes, in memory that is laid out by the plan."""
+    return {bucket.name: memory[bucket.offset : bucket.offset + bucket.size] for bucket in plan.buckets}

@@ -16,12 +16,16 @@ class KvTable:
 
     Rows are dense: row r holds tokens [r * length, (r + 1) * length) of every layer; a step reads keys in place.
     A row that ends is filled by the last one. When a longer row comes, all are laid out anew.
+
+    Memory outside the rows may hold anything, also of another user; a row is cleared when it is given. A masked key
+    weighs nothing, unless what lies there is no number.
     """
 
     def __init__(self, layers: list[Tensor], max_rows: int) -> None:
         """layers: (2, tokens, kv heads, head size) each, views of the region."""
         self.layers = layers
         self.tokens = layers[0].shape[1]
+        self.token_bytes = sum(layer[:, :1].nbytes for layer in layers)
         self.max_rows = max_rows
         self.length = 0
         self.rows: list[Sequence] = []
@@ -37,8 +41,9 @@ class KvTable:
         if length > self.length or (len(self.rows) + 1) * self.length > self.tokens:
             self._lay_out(length)
         sequence.row = len(self.rows)
-        sequence.cached = 0
+        sequence.cached = sequence.parked = 0
         self.rows.append(sequence)
+        self._clear(self.place(sequence.row), self.place(sequence.row + 1))
 
     def remove(self, sequence: Sequence) -> None:
         """Free the sequence's row; the last row moves into it. What is left behind is cleared: the next may be
@@ -50,12 +55,11 @@ class KvTable:
         if last is not sequence:
             self._copy(last.row, sequence.row, last.cached)
             stale = self.place(sequence.row)
-            for layer in self.layers:
-                layer[:, stale + last.cached : stale + sequence.cached].zero_()
+            self._clear(stale + last.cached, stale + sequence.cached)
             last.row = sequence.row
+            last.parked = 0
             self.rows[last.row] = last
-        for layer in self.layers:
-            layer[:, start : start + used].zero_()
+        self._clear(start, start + used)
         sequence.row = None
 
     def replicate(self, source: Sequence, target: Sequence, count: int) -> None:
@@ -64,11 +68,10 @@ class KvTable:
         target.cached = count
 
     def scrub(self) -> None:
-        """Zero all tokens but those in use. A masked key weighs nothing, unless what lies there is no number."""
-        ends = [(s.row * self.length + s.cached, (s.row + 1) * self.length) for s in self.rows]
-        for start, end in [*ends, (len(self.rows) * self.length, self.tokens)]:
-            for layer in self.layers:
-                layer[:, start:end].zero_()
+        """Zero all tokens but those in use."""
+        ends = [(self.place(s.row) + s.cached, self.place(s.row + 1)) for s in self.rows]
+        for start, end in [*ends, (self.place(len(self.rows)), self.tokens)]:
+            self._clear(start, end)
 
     def place(self, row: int) -> int:
         """The first token of a row."""
@@ -83,6 +86,10 @@ class KvTable:
         for layer in self.layers:
             layer[:, b : b + count] = layer[:, a : a + count]
 
+    def _clear(self, start: int, end: int) -> None:
+        for layer in self.layers:
+            layer[:, start:end].zero_()
+
     def _lay_out(self, length: int) -> None:
         # Growing moves rows up, so from the last one; shrinking moves them down. A row may overlap its own old place.
         order = self.rows[::-1] if length > self.length else self.rows
@@ -90,6 +97,8 @@ class KvTable:
             a, b, count = sequence.row * self.length, sequence.row * length, sequence.cached
             for layer in self.layers:
                 layer[:, b : b + count] = layer[:, a : a + count].clone()
+            self._clear(b + count, b + length)
+            sequence.parked = 0
         self.length = length
 
 

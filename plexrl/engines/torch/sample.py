@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from plexrl.engines import layout
+from plexrl.engines.parking import Meter, keep
 from plexrl.engines.protocol import EngineSpec, UserError
 from plexrl.engines.torch import asample
 from plexrl.engines.torch.asample import Limits, Request, Sequence
+from plexrl.engines.torch.crossing import Crossing, Tally
 from plexrl.engines.torch.draw import draw
-from plexrl.engines.torch.home import Home, manifest, total
+from plexrl.engines.torch.home import Home, manifest
 from plexrl.engines.torch.kv import KvTable, Prompt, Rows
 from plexrl.engines.torch.lora import Shape
 from plexrl.engines.torch.losses import CHUNK, token_logprobs
-from plexrl.engines.torch.model import backbone, bind, head
-from plexrl.engines.torch.versions import BASE, Versions
+from plexrl.engines.torch.model import backbone, head
+from plexrl.engines.torch.park import Park
+from plexrl.engines.torch.stops import Stops
+from plexrl.engines.torch.versions import Versions
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import Device
-from plexrl.memory.resident import DIRTY, ZERO, ResidentState
+from plexrl.memory.gate import Seat
 from plexrl.types import BadInput, Moved, PlexrlError, Result, Slab
 
 PROTO = "application/x-protobuf"
@@ -36,33 +37,33 @@ PREFILL_TOKENS = 1024
 class Sampler:
     """protocol.SampleEngine. Requests are admitted in order of arrival; a sequence keeps its row to its end."""
 
-    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap) -> None:
+    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None = None) -> None:
         """Raises BadInput for a spec or model that does not fit."""
         if spec.world != 1:
             raise BadInput("a sampler replica of several ranks is not built yet", "Give it one GPU per replica")
         if spec.park is None:
             raise BadInput("the sampler got no slab to park its KV in", "Allocate Sizes.park_bytes in the arena")
         self._spec = spec
-        self._home = home = Home(spec, device, arena)
-        plan = manifest({BASE: home.base_specs, "kv": layout.kv_specs(home.arch, spec.dtype, spec.kv_bytes)})
-        self._state = ResidentState(plan, home.region.buffer, arena.view(spec.park), {BASE: home.base()})
-        self._state.load()
-        views = plan.views(home.region.buffer)
-        bind(home.model, views[BASE])
-        self._table = KvTable(list(views["kv"].values()), spec.max_batch)
+        self._home = home = Home(spec, device, arena, seat)
+        self._crossing = Crossing(device, home.region, seat)
+        self._versions = Versions(home)
+        plan = manifest({"kv": layout.kv_specs(home.arch, spec.dtype, spec.kv_bytes)})
+        self._table = KvTable(list(plan.views(home.region.buffer)["kv"].values()), spec.max_batch)
+        parked = list(plan.views(arena.view(spec.park))["kv"].values())
+        self._park = Park(self._table, plan.buckets[0], parked, spec.extent_offset or 0)
+        self._meter = Meter()
+        self._meter.copied("in", self._versions.built.bytes_in, self._versions.built.seconds)
         self._backbone = backbone(home.model)
-        self._versions = Versions(home, self._state)
         self._waiting: deque[Sequence] = deque()
         self._requests: dict[str, Request] = {}
-        self._left: list[Sequence] = []  # dropped while off the device; their rows are freed when it is back
+        self._left: list[Sequence] = []  # dropped while off the device; their rows are freed after that
+        self._stops = Stops(spec.model_dir)
         self._limits = Limits(
             vocabulary=home.vocabulary,
             max_context=spec.max_context,
             tokens=self._table.tokens,
-            eos=_eos(Path(spec.model_dir)),
+            eos=self._stops.eos,
         )
-        self._tokenizer: Tokenizer | None = None
-        self._on_device = True
 
     # --- versions -------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class Sampler:
         """See protocol.SampleEngine. Raises BadInput while a call uses it."""
         if any(request.version == version for request in self._requests.values()):
             raise BadInput(f"version {version!r} is in use", "Detach it when its calls have ended")
-        self._versions.detach(version, self._on_device)
+        self._versions.detach(version, self._crossing.on_device)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -87,8 +88,7 @@ class Sampler:
         if call_id in self._requests:
             raise BadInput(f"call {call_id!r} is here already", "Add a call once")
         request = Request(call_id, version, asample.parse(body, self._limits))
-        if request.params.stop_strings and self._tokenizer is None:
-            self._tokenizer = _tokenizer(Path(self._spec.model_dir))
+        self._stops.prepare(request.params)
         if drawn:
             request.unpack(drawn)
         self._requests[call_id] = request
@@ -113,8 +113,9 @@ class Sampler:
     @torch.no_grad()
     def step(self) -> list[tuple[str, Result | UserError]]:
         """See protocol.SampleEngine."""
-        if not self._on_device:
+        if not self._crossing.on_device:
             raise PlexrlError("the sampler is not on its device", "Load it first")
+        self._clear_left()
         ended: list[tuple[str, Result | UserError]] = []
         # The first token comes from the prompt's own logits; who came from another replica has drawn it there.
         if newcomers := [sequence for sequence in self._admit() if not sequence.tokens]:
@@ -131,23 +132,27 @@ class Sampler:
     # --- residency ------------------------------------------------------------------------------------------------
 
     def offload(self) -> Moved:
-        """See protocol.SampleEngine."""
-        self._state.mark("kv", DIRTY if self._table.rows else ZERO)
-        moved = self._versions.offload()
-        moved.append(self._state.offload())
-        self._home.device.unmap(self._home.region)
-        self._on_device = False
-        return total(moved)
+        """See protocol.SampleEngine. bytes_out: of rows that were parked, as far as host memory did not have them."""
+        self._crossing.forget()
+        self._clear_left()
+        self._drop_rows()
+        moved = self._crossing.leave([self._park, *self._versions.parts()])
+        self._meter.copied("out", *self._park.copied)
+        self._versions.left()
+        return moved
 
     def load_device(self) -> Moved:
         """See protocol.SampleEngine. Adapters come in when they are used."""
-        self._home.device.map(self._home.region)
-        self._on_device = True
-        moved = self._state.load()
-        for sequence in self._left:
-            self._table.remove(sequence)
-        self._left.clear()
+        self._crossing.forget()
+        self._versions.expect()
+        moved = self._crossing.come([self._park, *self._versions.parts()])
+        self._meter.copied("in", *self._park.copied)
         return moved
+
+    def undo(self) -> Moved:
+        """See protocol.SampleEngine."""
+        self._versions.expect()
+        return self.load_device() if self._crossing.left else self._crossing.undo()
 
     def close(self) -> None:
         """See protocol.SampleEngine."""
@@ -155,6 +160,20 @@ class Sampler:
         self._waiting.clear()
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _clear_left(self) -> None:
+        """Not at once when the device is there again: that may still be taken back, with rows as they were."""
+        for sequence in self._left:
+            self._table.remove(sequence)
+        self._left.clear()
+
+    def _drop_rows(self) -> None:
+        """Sequences that are read again sooner than they are moved out and in give up their rows; they go on first."""
+        costs, token_bytes = self._meter.costs, self._table.token_bytes
+        dropped = [s for s in self._table.rows if not keep(s.cached, token_bytes, costs)]
+        for sequence in dropped:
+            self._table.remove(sequence)
+        self._waiting.extendleft(reversed(dropped))
 
     def _admit(self) -> list[Sequence]:
         """Give rows to waiting sequences, in order, while they fit; their prompts are in the KV memory afterwards."""
@@ -181,8 +200,9 @@ class Sampler:
 
     def _prefill(self, sequence: Sequence) -> None:
         """Read prompt and prefix into the sequence's row; keep what all samples of the request need of the prompt."""
-        start = time.process_time_ns()
+        start, begin = time.process_time_ns(), time.perf_counter()
         request = sequence.request
+        self._versions.tally = tally = Tally()
         self._versions.wire(request.version)
         prefix, prompt = torch.from_numpy(sequence.prefix), torch.from_numpy(request.prompt)
         cache = Prompt(self._table, sequence.row)
@@ -193,6 +213,7 @@ class Sampler:
             use_cache=True,
         ).last_hidden_state[0, : len(prompt)]
         sequence.cached = len(prefix)
+        self._meter.read(len(prefix), time.perf_counter() - begin - tally.moved.seconds)
         asked, model_head = request.asked, head(self._home.model)
         if request.first is None:
             request.first = model_head(hidden[-1:])[0].float()
@@ -204,10 +225,12 @@ class Sampler:
                     values, ids = torch.log_softmax(model_head(rows).float(), -1).topk(asked.topk_prompt)
                     request.prompt_top.extend(zip(ids.numpy(), values.numpy(), strict=True))
         request.cpu_ns += time.process_time_ns() - start
+        request.tally.add(tally.moved)
 
     def _decode(self, version: str | None, sequences: list[Sequence]) -> None:
         """One token for each sequence."""
         start = time.process_time_ns()
+        self._versions.tally = sequences[0].request.tally
         self._versions.wire(version)
         cache = Rows(self._table, sequences, self._home.dtype)
         hidden = self._backbone(
@@ -227,7 +250,7 @@ class Sampler:
     def _settle(self, drawn: list[Sequence]) -> list[tuple[str, Result | UserError]]:
         """After a draw: free the rows of sequences that ended; the calls that ended with them."""
         for sequence in drawn:
-            sequence.stopped = self._stops(sequence)
+            sequence.stopped = self._stops.hit(sequence)
         broken = {s.request.call_id: s.request for s in drawn if not math.isfinite(s.logprobs[-1])}
         ended: list[tuple[str, Result | UserError]] = []
         for call_id, request in broken.items():
@@ -247,44 +270,18 @@ class Sampler:
                     body=request.answer(),
                     units=len(request.prompt) + drawn_tokens,
                     cpu_us=int(request.cpu_ns) // 1000,
+                    moved_bytes=request.tally.bytes,
+                    moved_us=request.tally.us,
                 )
                 ended.append((request.call_id, result))
         return ended
 
-    def _stops(self, sequence: Sequence) -> bool:
-        params = sequence.request.params
-        if sequence.tokens[-1] in params.stop_tokens:
-            return True
-        if not params.stop_strings:
-            return False
-        # A token is at least one byte, so the newest one can complete no string that begins further back than this.
-        reach = max(len(text.encode()) for text in params.stop_strings) + 8
-        text = self._tokenizer.decode(sequence.tokens[-reach:], skip_special_tokens=False)
-        return any(stop in text for stop in params.stop_strings)
-
     def _forget(self, request: Request) -> None:
         rows = [sequence for sequence in request.sequences if sequence.row is not None]
-        if self._on_device:
+        if self._crossing.on_device:
             for sequence in rows:
                 self._table.remove(sequence)
         else:  # what lies there now is another's
             self._left += rows
         self._waiting = deque(s for s in self._waiting if s.request is not request)
         self._requests.pop(request.call_id, None)
-
-
-def _eos(folder: Path) -> frozenset[int]:
-    """What ends a sequence: generation_config.json's ids, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
-    return frozenset()
-
-
-def _tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UserError("this model has no tokenizer.json, so stop strings cannot be found", "Use stop token ids")
-    return Tokenizer.from_file(str(path))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plexrl.engines.torch.home import Home, Slots, check_size, manifest
+from plexrl.engines import layout
+from plexrl.engines.torch.crossing import StatePart, Tally, insist
+from plexrl.engines.torch.home import Home, Slots, check_size, manifest, slices
 from plexrl.engines.torch.lora import Adapters, Shape
+from plexrl.engines.torch.model import bind
+from plexrl.engines.torch.stages import Stages, upto
 from plexrl.memory.resident import ResidentState
-from plexrl.types import BadInput, Moved, Slab
-
-BASE = "weights"
-"""The sampler's bucket that holds the model: the base, or (kind full) a version in its place."""
+from plexrl.types import BadInput, Slab
 
 
 class _Version:
@@ -23,18 +24,28 @@ class _Version:
 
 
 class Versions:
-    """Versions by name; None is the base. Adapters share the device slots; full versions take turns in one bucket."""
+    """Versions by name; None is the base. Adapters share the device slots, full versions the place of the model.
 
-    def __init__(self, home: Home, state: ResidentState) -> None:
-        """state: the sampler's, whose bucket BASE holds the model."""
+    tally: what is moved from now on beside whole switches. built: the first copy of the model to the device.
+    """
+
+    def __init__(self, home: Home) -> None:
+        """The base is on the device afterwards, and the model's parameters are there."""
+        self.tally = Tally()
         self._home = home
-        self._state = state
         self._full = home.spec.kind == "full"
         self._base = home.base()
+        self._plan = manifest(layout.staged(home.arch, home.base_specs, "weights"))
+        self._stages_of = tuple(bucket.name for bucket in self._plan.buckets)
+        place = home.model_place()
+        self._state = ResidentState(self._plan, place, None, slices(self._plan, self._base), at=home.model_at)
+        self.built = self._state.load(seat=home.seat)
+        bind(home.model, {name: t for views in self._plan.views(place).values() for name, t in views.items()})
+        self._stages = Stages(home.model, home.arch, self._bring)
         self._known: dict[str, _Version] = {}
         self._adapters = Adapters(home.model, home.arch)
         self._slots = Slots(home.spec.lora_slots)
-        self._loaded: str | None = None  # kind full: whose weights are in the bucket
+        self._loaded: str | None = None  # kind full: whose weights are in the model's place
 
     def attach(self, version: str, slab: Slab | None, shape: Shape | None) -> None:
         """slab None: the base under another name. Raises BadInput for a slab or shape that is not this group's."""
@@ -68,10 +79,8 @@ class Versions:
         if slot is not None and on_device:
             self._home.slot(slot).zero_()
         if self._loaded == version:
-            self._state.repoint(BASE, self._base)
+            self._point(self._base)
             self._loaded = None
-            if on_device:
-                self._state.load()
 
     def check(self, version: str | None) -> None:
         """Raises BadInput for a version that is not attached."""
@@ -87,8 +96,7 @@ class Versions:
         known = None if version is None else self._known[version]
         if self._full:
             if version != self._loaded:
-                self._state.repoint(BASE, self._base if known is None else known.source)
-                self._state.load()
+                self._point(self._base if known is None else known.source)
                 self._loaded = version
             return
         if known is None or known.shape is None:
@@ -100,11 +108,33 @@ class Versions:
             if evicted is not None:
                 evicted.state.offload()
             place = self._home.slot(slot)
-            known.state.rebind(place)
-            known.state.load()
+            known.state.rebind(place, self._home.slot_at(slot))
+            self.tally.add(known.state.load((), self._home.seat))
             self._adapters.ensure(slot, known.shape, known.state.manifest.views(place)["weights"])
+        self._pull(known.state, ["weights"])
         self._adapters.use(slot, known.shape)
 
-    def offload(self) -> list[Moved]:
-        """Adapters leave their slots; nothing is copied, they are unchanged."""
-        return [v.state.offload() for v in self._known.values() if self._slots.release(v) is not None]
+    def parts(self) -> list[StatePart]:
+        """What leaves now, or comes: adapters in slots, then the model, whose first layer is what must come at once."""
+        slots = [StatePart(version.state, ("weights",)) for version in self._slots.held()]
+        return [*slots, StatePart(self._state, upto(self._stages_of, 1))]
+
+    def left(self) -> None:
+        """All has left the device: adapters come again when they are used."""
+        self._slots.clear()
+
+    def expect(self) -> None:
+        """Whatever of the model is not on the device comes as its layers run."""
+        self._stages.expect()
+
+    def _point(self, source: Tensor) -> None:
+        """The model's place is to hold other weights; they come as the layers run."""
+        for bucket, memory in slices(self._plan, source).items():
+            self._state.repoint(bucket, memory)
+        self._stages.expect()
+
+    def _bring(self, stage: int) -> None:
+        self._pull(self._state, upto(self._stages_of, stage))
+
+    def _pull(self, state: ResidentState, buckets: list[str]) -> None:
+        self.tally.add(insist(lambda: state.pull(*buckets, seat=self._home.seat)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from tinker.proto import tinker_public_pb2 as pb
 from transformers import AutoModelForCausalLM
 
-from plexrl.engines import layout
+from plexrl.engines.parking import Costs, Meter
 from plexrl.engines.protocol import UserError
 from plexrl.types import BadInput, Role
 from tests.unit.engines.conftest import EOS, VOCABULARY, Node
@@ -225,25 +226,130 @@ def test_prompt_logprobs_and_top_tables(node: Node, models: dict[str, str]) -> N
     np.testing.assert_allclose(np.frombuffer(sampled.logprobs, "<f4"), values[-1, :2], atol=BOUND)
 
 
-def test_offload_parks_live_sequences(node: Node, models: dict[str, str]) -> None:
-    """The same requests with and without leaving the device after every step: the same bits."""
+PARK = Costs(copy_bps=1e12, read_token_s=1.0)
+READ_AGAIN = Costs(copy_bps=1.0, read_token_s=1e-9)
+
+
+def foreign(engine) -> None:
+    """Somebody else's bytes in all of the engine's place, many of them no numbers."""
+    engine._home.region.buffer.random_(generator=torch.Generator().manual_seed(1))
+
+
+def test_offload_parks_live_sequences(models: dict[str, str], monkeypatch) -> None:
+    """The same requests with and without leaving the device after every step: the same bits. Only new rows move."""
+    monkeypatch.setattr(Meter, "costs", PARK)
     found = []
     for leave in (False, True):
-        own = Node()
-        engine = sampler(own, models["tied"])
+        engine = sampler(Node(), models["tied"])
         for index, prompt in enumerate(prompts(4, seed=3)):
             engine.add(str(index), None, ask(prompt, 2, max_tokens=6 + 3 * index, seed=index))
         got = {}
         while engine.live():
             got |= {call_id: result.body for call_id, result in engine.step()}
             if leave:
+                rows = list(engine._table.rows)
+                size = engine._table.token_bytes
+                new = sum(s.cached - s.parked for s in rows)
                 moved = engine.offload()
-                parked = layout.packed(layout.kv_specs(engine._home.arch, "float32", 1 << 19))
-                assert moved.bytes_out == (parked if engine.live() else 0)
-                engine._home.region.buffer.random_(generator=torch.Generator().manual_seed(1))
-                engine.load_device()
+                assert moved.bytes_out == new * size
+                foreign(engine)
+                moved = engine.load_device()
+                assert [s.parked for s in rows] == [s.cached for s in rows]
+                assert engine._table.rows == rows
         found.append(got)
     assert found[0] == found[1]
+
+
+def test_a_sequence_that_stayed_moves_its_new_tokens_only(models: dict[str, str], monkeypatch) -> None:
+    monkeypatch.setattr(Meter, "costs", PARK)
+    engine = sampler(Node(), models["tied"])
+    engine.add("a", None, ask([5, 6, 7, 8], 2, max_tokens=12))
+    size = engine._table.token_bytes
+    engine.step()
+    moved = [engine.offload().bytes_out]
+    engine.load_device()
+    engine.step()
+    engine.step()
+    moved.append(engine.offload().bytes_out)
+    engine.load_device()
+    moved.append(engine.offload().bytes_out)
+    # The prompt and one token, then two tokens more, then nothing, for two rows.
+    assert moved == [2 * 5 * size, 2 * 2 * size, 0]
+
+
+def test_sequences_that_are_read_again_go_on_with_the_same_tokens(models: dict[str, str], monkeypatch) -> None:
+    """Nothing of them moves; tokens are the same and logprobs those of the draw within the stated bound."""
+    model = AutoModelForCausalLM.from_pretrained(models["tied"])
+    asked = prompts(5, seed=6)
+    bodies = {
+        str(index): ask(prompt, 3, max_tokens=4 + 5 * index, seed=index, prompt_logprobs=True)
+        for index, prompt in enumerate(asked)
+    }
+    unmoved, engine = sampler(Node(), models["tied"]), sampler(Node(), models["tied"], max_batch=8)
+    for name, body in bodies.items():
+        unmoved.add(name, None, body)
+        engine.add(name, None, body)
+    want = drain(unmoved)
+    found: dict[str, object] = {}
+    costs = itertools.cycle([READ_AGAIN, PARK])
+    while engine.live():
+        found |= {call: pb.SampleResponse.FromString(result.body) for call, result in engine.step()}
+        monkeypatch.setattr(Meter, "costs", next(costs))
+        live = len(engine._table.rows)
+        moved = engine.offload()
+        if Meter.costs is READ_AGAIN:
+            assert moved.bytes_out == 0 and not engine._table.rows
+        else:
+            assert len(engine._table.rows) == live
+        foreign(engine)
+        engine.load_device()
+    for index, prompt in enumerate(asked):
+        for sequence, same in zip(found[str(index)].sequences, want[str(index)].sequences, strict=True):
+            assert tokens(sequence) == tokens(same)
+            np.testing.assert_allclose(draws(sequence), forced(model, prompt, tokens(sequence)), atol=BOUND)
+
+
+def test_some_are_parked_and_some_read_again(models: dict[str, str], monkeypatch) -> None:
+    """Long ones are read again, short ones move: rows close up, and each goes on with its own."""
+    model = AutoModelForCausalLM.from_pretrained(models["tied"])
+    engine = sampler(Node(), models["tied"])
+    asked = {str(n): list(range(3, 3 + n)) for n in (4, 30, 6, 40, 5)}
+    for name, prompt in asked.items():
+        engine.add(name, None, ask(prompt, max_tokens=20, seed=int(name)))
+    size = engine._table.token_bytes
+    # Reading costs a second, moving a tenth of one per token there and back.
+    monkeypatch.setattr(Meter, "costs", Costs(copy_bps=20.0 * size, read_fixed_s=1.0))
+    found: dict[str, object] = {}
+    engine.step()
+    engine.offload()
+    assert [len(s.request.prompt) for s in engine._table.rows] == [4, 5, 6]
+    assert [len(s.request.prompt) for s in engine._waiting] == [30, 40]
+    foreign(engine)
+    engine.load_device()
+    found |= drain(engine)
+    assert found.keys() == asked.keys()
+    for name, prompt in asked.items():
+        for sequence in found[name].sequences:
+            np.testing.assert_allclose(draws(sequence), forced(model, prompt, tokens(sequence)), atol=BOUND)
+
+
+def test_no_row_shows_what_another_left(models: dict[str, str], monkeypatch) -> None:
+    """Whoever had the memory: outside of what a sequence has written, its row is zero; nothing else is read."""
+    monkeypatch.setattr(Meter, "costs", PARK)
+    engine = sampler(Node(), models["tied"], max_batch=6)
+    for index, prompt in enumerate(prompts(9, seed=8)):
+        engine.add(str(index), None, ask(prompt, 2, max_tokens=3 + 4 * index))
+    while engine.live():
+        engine.offload()
+        foreign(engine)
+        engine.load_device()
+        engine.step()
+        table = engine._table
+        for sequence in table.rows:
+            start = table.place(sequence.row)
+            for layer in table.layers:
+                assert layer[:, start : start + sequence.cached].isfinite().all()
+                assert not layer[:, start + sequence.cached : start + table.length].any()
 
 
 @pytest.mark.parametrize("leave", [False, True], ids=["on-device", "off-device"])

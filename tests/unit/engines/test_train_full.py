@@ -57,6 +57,6 @@ def test_steps_equal_plain_transformers(node: Node, models: dict[str, str], name
             np.testing.assert_allclose(got, want, atol=2e-4)
         answer = engine.optim_step("d", json.dumps({"adam_params": params}).encode())
         assert json.loads(answer.body)["metrics"]["grad_norm"] > 0
-    views = engine._bounds[None, None].views["weights"]
+    views = engine._use(engine._deployments["d"], "weights")[0].views["weights"]
     for key, tensor in model.named_parameters():
         torch.testing.assert_close(views[key], tensor.detach(), atol=2e-5, rtol=1e-3)
