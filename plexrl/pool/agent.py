@@ -15,13 +15,12 @@ from pathlib import Path
 import msgspec
 
 from plexrl.config import PoolConfig
-from plexrl.memory.arena import Arena
-from plexrl.memory.gate import GATE_BYTES, SEATS, Gate
-from plexrl.memory.pages import create_memfd
+from plexrl.memory.nvme import Damaged
 from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
 from plexrl.pool.intervals import IntervalLog
 from plexrl.pool.layout import Layout
+from plexrl.pool.nodememory import SHARED, NodeMemory
 from plexrl.pool.nursery import Nursery, rank_fds
 from plexrl.pool.peer import HeadLink, Replies
 from plexrl.types import DoesNotFit, PlexrlError, Slab
@@ -31,7 +30,7 @@ _INTERVAL_S = 10.0
 _GRACE_S = 10.0
 _TERM_S = 20.0
 _TAIL_BYTES = 2000
-SHARED = -1
+_CATEGORIES = {DoesNotFit: "user", Damaged: "damaged"}
 
 
 class Child(msgspec.Struct, frozen=True):
@@ -52,12 +51,7 @@ class Agent:
         self._gpus = tuple(f"{node}:{i}" for i in range(gpus))
         self._layout = Layout(config.state_dir)
         self._layout.make()
-        self._devices = [create_memfd(f"gpu{i}", config.device.bytes) for i in range(gpus)]
-        self._gate_fds = [create_memfd(f"gate{i}", GATE_BYTES) for i in range(gpus)]
-        self._gates = [Gate(fd) for fd in self._gate_fds]
-        self._seats: set[tuple[int, int]] = set()  # (GPU, seat) of children, also of those that are being born
-        self._arena_fd = create_memfd("arena", config.host.bytes)
-        self._arena = Arena(self._arena_fd, config.host.bytes)
+        self._memory = NodeMemory(config, node, gpus)
         self._birth = secrets.token_hex(6)
         self._children: dict[tuple[str, int], Child] = {}
         self._killed: set[int] = set()
@@ -90,6 +84,7 @@ class Agent:
             await self._end_children()
             linking.cancel()
             await asyncio.gather(linking, return_exceptions=True)
+            await asyncio.to_thread(self._memory.close)
         self._intervals.extend(_now_us(), final=True)
         return self._code
 
@@ -100,19 +95,21 @@ class Agent:
             self._intervals.extend(_now_us(), final=False)
 
     def _hello(self) -> m.AgentHello:
+        slabs, spilled = self._memory.names()
         return m.AgentHello(
             node=self._node,
             gpus=self._gpus,
             birth=self._birth,
             children=tuple((gang, rank, child.build) for (gang, rank), child in self._children.items()),
-            slabs=tuple(slab.name for slab in self._arena.slabs()),
+            slabs=slabs,
+            spilled=spilled,
         )
 
     def _take(self, message: m.Message) -> None:
         match message:
             case m.Shutdown():
                 self._stop.set()
-            case m.Allocate() | m.Free() | m.Spawn() | m.Kill():
+            case m.Allocate() | m.Free() | m.Spill() | m.Refill() | m.Spawn() | m.Kill():
                 new, reply = self._replies.take(message.id)
                 if new:
                     task = asyncio.create_task(self._obey(message))
@@ -126,19 +123,14 @@ class Agent:
             value = await self._do(message)
             reply = m.Reply(id=message.id, ok=True, value=value)
         except (PlexrlError, OSError) as error:
-            category = "user" if isinstance(error, DoesNotFit) else "server"
+            category = next((word for kind, word in _CATEGORIES.items() if isinstance(error, kind)), "server")
             reply = m.Reply(id=message.id, ok=False, error=str(error), category=category)
         self._link.send(self._replies.give(reply))
 
     async def _do(self, message: m.Message) -> dict[str, object]:
         match message:
-            case m.Allocate():
-                # Allocating and clearing gigabytes takes a while: in a thread, the arena has its own lock.
-                slab = await asyncio.to_thread(self._arena.alloc, message.name, message.size, message.owner)
-                return {"slab": slab}
-            case m.Free():
-                await asyncio.to_thread(self._arena.free, message.name)
-                return {}
+            case m.Allocate() | m.Free() | m.Spill() | m.Refill():
+                return await self._memory.do(message)
             case m.Spawn():
                 return {"pid": await self._spawn(message)}
             case m.Kill():
@@ -163,15 +155,15 @@ class Agent:
         if any(name == order.gang and child.build != order.build for (name, _), child in self._children.items()):
             await self._kill(order.gang)
         key = (order.gang, order.rank)
-        seat = self._take_seat(order.gpu)
+        seat = self._memory.take_seat(order.gpu)
         self._bearing[order.gang] = self._bearing.get(order.gang, 0) + 1
         try:
-            pid = await self._start(order, seat, *await self._memory(order, key))
+            pid = await self._start(order, seat, *await self._slabs(order, key))
             self._children[key] = Child(pid, order.build, order.gpu, seat)
             if pid in self._early:
                 self._died(pid, self._early.pop(pid))
         except BaseException:
-            self._seats.discard((order.gpu, seat))
+            self._memory.leave_seat(order.gpu, seat)
             self._filling = {name: filler for name, filler in self._filling.items() if filler != key}
             raise
         finally:
@@ -181,30 +173,22 @@ class Agent:
             self._changed.set()
         return pid
 
-    async def _memory(self, order: m.Spawn, key: tuple[str, int]) -> tuple[dict, Slab | None, bool]:
+    async def _slabs(self, order: m.Spawn, key: tuple[str, int]) -> tuple[dict, Slab | None, bool]:
         """A new rank's engine spec with its slabs, the base's ready mark, and whether it waits for that."""
         engine = dict(order.engine)
         park_bytes = engine.pop("park_bytes", 0)
         if park_bytes:
             # Before the base: what does not fit must not leave a base that nobody fills.
-            park = (f"park:{order.gang}", park_bytes, order.owner)
-            engine["park"] = await asyncio.to_thread(self._arena.alloc, *park)
+            engine["park"] = await self._memory.alloc(f"park:{order.gang}", park_bytes, order.owner, order.gpu)
         if order.base is None:
             return engine, None, False
         name, size = order.base
-        ready = self._arena.alloc(f"{name}:ready", 1, SHARED)
-        engine["base"] = await asyncio.to_thread(self._arena.alloc, name, size, SHARED)
+        ready = await self._memory.alloc(f"{name}:ready", 1, SHARED)
+        engine["base"] = await self._memory.alloc(name, size, SHARED)
         engine["base_fill"] = name not in self._filling
         filler, _ = self._filling.setdefault(name, key)
         # Ranks of the filler's own gang meet it while they build; those of other gangs wait for its mark.
         return engine, ready, filler != order.gang
-
-    def _take_seat(self, gpu: int) -> int:
-        seat = next((seat for seat in range(SEATS) if (gpu, seat) not in self._seats), None)
-        if seat is None:
-            raise DoesNotFit(f"{self._gpus[gpu]} has {SEATS} engine hosts already", "End worker groups on it first")
-        self._seats.add((gpu, seat))
-        return seat
 
     async def _start(self, order: m.Spawn, seat: int, engine: dict, ready: Slab | None, waits: bool) -> int:
         device_fd, arena_fd, lifeline_fd, gate_fd = rank_fds(4)
@@ -226,10 +210,12 @@ class Agent:
             "keys": str(self._layout.keys),
             "paranoid": self._config.scheduler.paranoid,
         }
-        core = self._config.device.core(self._node, order.gpu) % (os.cpu_count() or 1)
-        fds = (self._devices[order.gpu], self._arena_fd, self._lifeline_read, self._gate_fds[order.gpu])
+        device, gate = self._memory.device_fds(order.gpu)
+        fds = (device, self._memory.arena_fd, self._lifeline_read, gate)
         with self._log_path(order.gang, order.rank).open("ab") as output:
-            return await self._nursery.bear(msgspec.msgpack.encode(settings), core, output.fileno(), fds)
+            return await self._nursery.bear(
+                msgspec.msgpack.encode(settings), self._memory.core(order.gpu), output.fileno(), fds
+            )
 
     def _died(self, pid: int, code: int) -> None:
         key = next((key for key, child in self._children.items() if child.pid == pid), None)
@@ -238,14 +224,11 @@ class Agent:
                 self._early[pid] = code
             return
         child = self._children.pop(key)
-        # What it held of the device is nobody's: who waits for it at the gate goes on.
-        self._gates[child.gpu].clear(child.seat)
-        self._seats.discard((child.gpu, child.seat))
+        self._memory.leave_seat(child.gpu, child.seat)
         self._changed.set()
         for name, filler in list(self._filling.items()):
             # A rank that died while filling leaves the base half written: the next one fills it again.
-            ready = next((s for s in self._arena.slabs() if s.name == f"{name}:ready"), None)
-            if filler == key and ready is not None and os.pread(self._arena_fd, 1, ready.offset) == b"\0":
+            if filler == key and not self._memory.filled(f"{name}:ready"):
                 del self._filling[name]
         if pid in self._killed:
             self._killed.discard(pid)

@@ -5,14 +5,15 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
 
-from plexrl.config import Device, Host, Model, PoolConfig
+from plexrl.config import Device, Host, Model, Nvme, PoolConfig
 from plexrl.pool import messages as m
 from plexrl.pool.agent import Agent
-from plexrl.types import Extent
+from plexrl.types import DoesNotFit, Extent
 
 MIB = 1 << 20
 
@@ -21,9 +22,9 @@ MIB = 1 << 20
 def run(tmp_path: Path):
     """Run a coroutine function on an agent with two pretend GPUs that no head has found yet."""
 
-    def run(body: Callable[[Agent], Awaitable[None]], **sections: object) -> None:
+    def run(body: Callable[[Agent], Awaitable[None]]) -> None:
         async def main() -> None:
-            agent = Agent(config(tmp_path, **sections), "n1", 2, 1, 0)
+            agent = Agent(config(tmp_path), "n1", 2, 1, 0)
             serving = asyncio.create_task(agent.run())
             await asyncio.sleep(0)
             try:
@@ -60,37 +61,80 @@ def test_a_rank_that_is_killed_holds_no_byte_of_its_device(run):
         seats = {gang: (child.gpu, child.seat) for (gang, _), child in agent._children.items()}
         assert seats == {"a/0": (0, 0), "b/0": (0, 1), "c/0": (1, 0)}
         # As the rank would, through the same file.
-        seat = agent._gates[0].seat(1, "b/0", Extent(0, MIB))
+        seat = agent._memory._gates[0].seat(1, "b/0", Extent(0, MIB))
         seat.come()
         seat.held()
         os.kill(pids[1], signal.SIGKILL)
         await until(lambda: ("b/0", 0) not in agent._children)
-        assert agent._gates[0].holders() == ()
+        assert agent._memory._gates[0].holders() == ()
         # The place is free for the next one, also for the same gang's next life.
         await agent._do(spawn("a/0", 0, "b2"))
         assert agent._children["a/0", 0].seat in (0, 1) and agent._children["a/0", 0].pid != pids[0]
         await agent._do(m.Kill(id=0, gang="a/0"))
-        assert agent._seats == {(1, 0)}
+        assert agent._memory._seats == {(1, 0)}
 
     run(body)
 
 
-def test_a_rank_that_never_lived_leaves_no_seat(run):
+def test_slabs_go_to_nvme_and_come_back(tmp_path):
+    agent = Agent(config(tmp_path, nvme=Nvme(path=str(tmp_path / "nvme"), bytes=32768)), "n1", 1, 1, 0)
+    told: list[m.Reply] = []
+    agent._link = SimpleNamespace(send=told.append)
+
+    async def order(message: m.Message) -> m.Reply:
+        await agent._obey(message)
+        return told[-1]
+
+    async def body() -> None:
+
+        slab = (await order(m.Allocate(id=1, name="state:a:0", size=5000, owner=1001, gpu=1))).value["slab"]
+        kept = agent._memory.arena.bytes_of(slab)
+        kept[:5000] = b"\xa5" * 5000
+        spilled = await order(m.Spill(id=2, name="state:a:0"))
+        assert spilled.ok and spilled.value["bytes"] == 5000 and spilled.value["seconds"] > 0
+        assert not any(kept)
+        hello = agent._hello()
+        assert (hello.slabs, hello.spilled) == ((), ("state:a:0",))
+        taken = await order(m.Allocate(id=3, name="state:a:0", size=5000, owner=1001))
+        assert not taken.ok and "on NVMe" in taken.error
+        other = (await order(m.Allocate(id=4, name="state:b:0", size=100, owner=1002))).value["slab"]
+        assert other.offset == slab.offset
+        refilled = await order(m.Refill(id=5, name="state:a:0", gpu=0))
+        assert refilled.value["slab"].offset != slab.offset and refilled.value["bytes"] == 5000
+        assert bytes(agent._memory.arena.bytes_of(refilled.value["slab"])[:5000]) == b"\xa5" * 5000
+        # Too large for what is left of nvme.bytes; a file that is not what was written; and all is forgotten.
+        await order(m.Allocate(id=6, name="state:c:0", size=65536, owner=1001))
+        full = await order(m.Spill(id=7, name="state:c:0"))
+        assert (full.ok, full.category) == (False, "user") and "nvme.bytes" in full.error
+        await order(m.Spill(id=8, name="state:a:0"))
+        (file,) = (tmp_path / "nvme").glob("*/*")
+        file.write_bytes(file.read_bytes()[:-1] + b"\1")
+        lost = await order(m.Refill(id=9, name="state:a:0"))
+        assert (lost.ok, lost.category) == (False, "damaged") and str(file) in lost.error
+        assert (await order(m.Free(id=10, name="state:a:0"))).ok and not file.exists()
+        assert agent._hello().spilled == ()
+        await order(m.Spill(id=11, name="state:b:0"))
+
+    asyncio.run(body())
+    agent._memory.close()
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_more_memory_than_the_node_has_is_refused_at_once(tmp_path):
+    with pytest.raises(DoesNotFit, match=rf"n1 with 2 GPUs of .* {MIB} and host.bytes {1 << 60} takes .*--mem"):
+        Agent(config(tmp_path, host=Host(bytes=1 << 60)), "n1", 2, 1, 0)
+
+
+def test_ranks_that_hardly_lived_leave_no_seat(run):
     async def body(agent: Agent) -> None:
-        order = spawn("a/0", 0)
-        await agent._do(structs.replace(order, engine={"engine": "none such"}))
+        seats = agent._memory._seats
+        await agent._do(structs.replace(spawn("a/0", 0), engine={"engine": "none such"}))
         await until(lambda: not agent._children)
-        assert agent._seats == set() and agent._early == {}
-        assert (await agent._do(order))["pid"]
-
-    run(body)
-
-
-def test_the_end_of_a_rank_may_be_told_before_its_birth_is_taken_up(run):
-    async def body(agent: Agent) -> None:
+        assert seats == set() and agent._early == {}
         start = agent._start
 
         async def late(*args: object) -> int:
+            # Its end is told before its birth was taken up.
             pid = await start(*args)
             os.kill(pid, signal.SIGKILL)
             await until(lambda: pid in agent._early)
@@ -98,6 +142,6 @@ def test_the_end_of_a_rank_may_be_told_before_its_birth_is_taken_up(run):
 
         agent._start = late
         await agent._do(spawn("a/0", 0))
-        assert agent._children == {} and agent._seats == set() and agent._early == {}
+        assert agent._children == {} and seats == set() and agent._early == {}
 
     run(body)
