@@ -8,13 +8,13 @@ budget's, not a place's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from plexrl.memory import cuda_tensor
 from plexrl.memory.cuda_chunks import Chunks
 from plexrl.memory.cuda_driver import Driver, LibCuda
 from plexrl.memory.cuda_gauge import Gauge
-from plexrl.memory.cuda_lanes import Arrival, Lanes
+from plexrl.memory.cuda_lanes import GpuMover, Lanes
 from plexrl.memory.cuda_pins import Pins
 from plexrl.memory.device import NotMapped, Region
 from plexrl.memory.pages import ALIGN
@@ -27,30 +27,17 @@ CHUNK = 64 << 20
 """Bytes of physical memory that come and go together. A process may hold this much more than the gate says of it."""
 
 
-class Mover(Protocol):
-    """What the device needs of torch: Lanes on a GPU."""
-
-    def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """Start a copy."""
-
-    def rest(self) -> None:
-        """Wait for all work and empty the caching allocator."""
-
-    def reserved(self) -> int:
-        """Bytes of the caching allocator."""
-
-
 class CudaDevice:
     """One GPU's memory as one rank sees it; see `Device`. Verbs are for one thread at a time.
 
-    pins: the hook that registers the arena's mappings with this GPU.
+    pins: its `register` and `unregister` are ArenaMap's hooks. mover and chunk are for ResidentState.
     """
 
     def __init__(
         self,
         size: int,
         driver: Driver,
-        mover: Mover,
+        mover: GpuMover,
         kind: int = cuda_tensor.CUDA,
         index: int = 0,
         gauge: Gauge | None = None,
@@ -68,7 +55,7 @@ class CudaDevice:
         self.chunk = chunk
         self.pins = Pins(driver)
         self._driver = driver
-        self._mover = mover
+        self.mover = mover
         self._place = (kind, index)
         self._gauge = gauge
         self._context = context
@@ -125,15 +112,15 @@ class CudaDevice:
 
     def rest(self) -> None:
         """Wait for all that this process gave the GPU, and give back what torch's allocator keeps for later."""
-        self._mover.rest()
+        self.mover.rest()
 
     def copy_in(self, region: Region, offset: int, src: Tensor) -> None:
         """src: uint8, 1-D. Done when it returns. Raises NotMapped, BadInput beyond the region's end."""
-        self._mover.copy(self._piece(region, offset, src), src).synchronize()
+        self.mover.copy(self._piece(region, offset, src), src).synchronize()
 
     def copy_out(self, region: Region, offset: int, dst: Tensor) -> None:
         """dst: uint8, 1-D. Done when it returns. Raises NotMapped, BadInput beyond the region's end."""
-        self._mover.copy(dst, self._piece(region, offset, dst)).synchronize()
+        self.mover.copy(dst, self._piece(region, offset, dst)).synchronize()
 
     def residual_bytes(self) -> int:
         """What the GPU's own books (NVML) say of this process; where they are closed to it, what it knows of itself.
@@ -144,11 +131,11 @@ class CudaDevice:
         if held is not None:
             return held
         backed = sum(chunks.backed_bytes for chunks in self._regions.values())
-        return self._context + self._mover.reserved() + backed
+        return self._context + self.mover.reserved() + backed
 
     def close(self) -> None:
         """Give all memory and addresses back. No tensor over a region may be used afterwards."""
-        self._mover.rest()
+        self.mover.rest()
         self._driver.enter()
         for chunks in self._regions.values():
             chunks.close()

@@ -52,8 +52,9 @@ class BackedSeat:
         self._seat.patience = seconds
 
     def come(self) -> None:
-        """As Seat."""
+        """As Seat. Copies need not wait for the GPU's work from here to `held`: their memory is new."""
         self._seat.come()
+        self._device.mover.fresh = True
 
     def wait(self, start: int, end: int) -> float:
         """As Seat; then the bytes have memory. Raises DoesNotFit too, when the GPU is fuller than the gate knows."""
@@ -63,11 +64,13 @@ class BackedSeat:
 
     def held(self) -> None:
         """As Seat; then all of the region is mapped."""
+        self._device.mover.fresh = False
         self._seat.held()
         self._device.map(self._region)
 
     def leave(self) -> None:
         """As Seat, after all work on the GPU is done: clean bytes are let go of without a copy that would wait."""
+        self._device.mover.fresh = False
         self._device.rest()
         self._seat.leave()
 
@@ -78,6 +81,7 @@ class BackedSeat:
 
     def gone(self) -> None:
         """As Seat, when nothing of the region has memory any more and torch's allocator is empty."""
+        self._device.mover.fresh = False
         self._device.unmap(self._region)
         self._seat.gone()
 

@@ -174,6 +174,7 @@ class LateMover:
     """Copies that happen when somebody waits for them, no sooner."""
 
     def __init__(self) -> None:
+        self.fresh = False
         self.under_way: list[LateCopy] = []
         self.rests = 0
 
@@ -197,11 +198,7 @@ class LateCopy:
         self._mover, self._target, self._source = mover, target, source
 
     def synchronize(self) -> None:
-        if self in self._mover.under_way:
-            self._mover.under_way.remove(self)
-            self._target.copy_(self._source)
-
-    wait = synchronize
-
-    def query(self) -> bool:
-        return self not in self._mover.under_way
+        """It, and all that was asked for before it."""
+        while self in self._mover.under_way:
+            first = self._mover.under_way.pop(0)
+            first._target.copy_(first._source)

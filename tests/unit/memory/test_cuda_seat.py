@@ -9,10 +9,11 @@ import torch
 
 from plexrl.memory import cuda_tensor
 from plexrl.memory.cuda import CudaDevice
-from plexrl.memory.cuda_lanes import Pipeline
 from plexrl.memory.cuda_seat import BackedSeat
-from plexrl.memory.gate import GATE_BYTES, Gate, SeatState
-from plexrl.types import DoesNotFit, Extent
+from plexrl.memory.gate import GATE_BYTES, Gate, SeatState, Withdrawn
+from plexrl.memory.manifest import Manifest, TensorSpec
+from plexrl.memory.resident import DIRTY, ResidentState
+from plexrl.types import DoesNotFit, Extent, Residency
 from tests.unit.memory.hostvmm import GRAIN, Card, HostVmm, LateMover
 
 CHUNK = 2 * GRAIN
@@ -52,6 +53,8 @@ def let_go(seat: BackedSeat, buffer: torch.Tensor, value: int) -> None:
 def child(function) -> int:
     pid = os.fork()
     if pid == 0:
+        signal.alarm(60)  # it outlives no test, whatever it waits for
+        torch.set_num_threads(1)  # the parent's threads are not here
         try:
             function()
         except BaseException:
@@ -107,11 +110,11 @@ def test_leaving_waits_for_the_gpu_first(gate, ending):
     seat, device, buffer = seated(gate, 0, Card(SIZE), Extent(0, SIZE))
     take(seat, buffer, 1)
     host = torch.full((SIZE,), 2, dtype=torch.uint8)
-    late = device._mover.copy(buffer, host)
-    assert (buffer == 1).all() and not late.query()
+    late = device.mover.copy(buffer, host)
+    assert (buffer == 1).all() and late in device.mover.under_way
     seat.leave()
-    assert (buffer == 2).all() and device._mover.rests == 1
-    device._mover.copy(host, buffer)
+    assert (buffer == 2).all() and device.mover.rests == 1
+    device.mover.copy(host, buffer)
     seat.gone()
     assert ending(lambda: buffer.sum()) == signal.SIGSEGV, "the copy was done before the memory went"
 
@@ -126,12 +129,98 @@ def test_a_card_that_is_fuller_than_the_gate_knows_is_an_error_that_can_be_undon
     assert card.used == 3 * CHUNK and not gate.holders()
 
 
-def test_a_pipeline_tells_in_order_and_only_what_is_done():
-    mover, pipeline = LateMover(), Pipeline(depth=2)
-    source, target = torch.arange(5, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
-    told = []
-    for i in range(5):
-        told += pipeline.push(mover.copy(target[i : i + 1], source[i : i + 1]), i)
-        assert len(mover.under_way) <= 2 and torch.equal(target[: len(told)], source[: len(told)])
-    assert told == [0, 1, 2]
-    assert told + pipeline.drain() == [0, 1, 2, 3, 4] and torch.equal(target, source)
+SPECS = {name: [TensorSpec("t", (SIZE // 16 - 8,), "float32")] for name in ("frozen", "weights", "moment1", "moment2")}
+
+
+def resident(gate: Gate, index: int, card: Card) -> tuple[BackedSeat, CudaDevice, ResidentState, torch.Tensor]:
+    seat, device, buffer = seated(gate, index, card, Extent(0, SIZE))
+    manifest = Manifest.build(SPECS)
+    base = torch.full((manifest.buckets[0].size,), 77, dtype=torch.uint8)
+    slab = torch.zeros(manifest.without("frozen").size + 64, dtype=torch.uint8)
+    slab = slab[-slab.data_ptr() % 64 :]
+    state = ResidentState(manifest, buffer, slab, {"frozen": base}, mover=device.mover, chunk=STEP)
+    return seat, device, state, buffer[: manifest.end]
+
+
+def write(state: ResidentState, buffer: torch.Tensor, seed: int) -> torch.Tensor:
+    """Noise in every bucket of its own; returns all bytes."""
+    start = state.manifest.buckets[1].offset
+    torch.manual_seed(seed)
+    buffer[start:] = torch.randint(0, 256, (buffer.numel() - start,), dtype=torch.uint8)
+    for name in ("weights", "moment1", "moment2"):
+        state.mark(name, DIRTY)
+    return buffer.clone()
+
+
+def enter(seat: BackedSeat, state: ResidentState) -> None:
+    seat.come()
+    state.load(seat=seat)
+    seat.held()
+
+
+def exit_(seat: BackedSeat, state: ResidentState) -> None:
+    seat.leave()
+    state.offload(seat)
+    seat.gone()
+
+
+def test_states_of_two_processes_cross_bit_for_bit(gate):
+    card = Card(SIZE + 2 * CHUNK)
+
+    def rank(index: int) -> None:
+        seat, device, state, buffer = resident(gate, index, card)
+        kept = None
+        for turn in range(3):
+            enter(seat, state)
+            assert kept is None or torch.equal(buffer, kept)
+            assert (buffer[: state.manifest.buckets[0].size] == 77).all()
+            kept = write(state, buffer, 10 * index + turn)
+            exit_(seat, state)
+        device.close()
+
+    pids = [child(lambda i=i: rank(i)) for i in range(2)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    assert card.used == 0 and not gate.holders()
+
+
+def test_a_load_that_finds_the_gpu_full_is_undone_and_done_again(gate):
+    card = Card(SIZE)
+    seat, device, state, buffer = resident(gate, 0, card)
+    enter(seat, state)
+    kept = write(state, buffer, 1)
+    exit_(seat, state)
+    card.take(4 * CHUNK)
+    with pytest.raises(DoesNotFit):
+        enter(seat, state)
+    state.undo(seat)
+    seat.gone()
+    assert state.residency is Residency.HOST and card.used == 4 * CHUNK
+    card.give(4 * CHUNK)
+    enter(seat, state)
+    assert torch.equal(buffer, kept)
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+def test_an_offload_that_fails_is_undone_bit_for_bit(gate, after):
+    card = Card(SIZE)
+    seat, device, state, buffer = resident(gate, 0, card)
+    enter(seat, state)
+    kept = write(state, buffer, 1)
+    other, _, _, _ = resident(gate, 1, card)
+    copy, left = device.mover.copy, iter([True] * after)
+
+    def failing(target, source):
+        if not next(left, False):
+            raise RuntimeError("the link is down")
+        return copy(target, source)
+
+    device.mover.copy = failing
+    with pytest.raises(RuntimeError, match="link"):
+        exit_(seat, state)
+    device.mover.copy = copy
+    other.come()
+    with pytest.raises(Withdrawn):
+        other.wait(0, SIZE)
+    state.undo(seat)
+    seat.held()
+    assert state.residency is Residency.DEVICE and torch.equal(buffer, kept) and card.used == SIZE
