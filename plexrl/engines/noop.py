@@ -138,6 +138,10 @@ class NoopSampler:
         del self.calls[call_id]
         return b""
 
+    def drawn(self, call_id: str) -> tuple[int, bytes]:
+        """Nothing: it answers at once."""
+        return 0, b""
+
     def step(self) -> list[tuple[str, Result | UserError]]:
         """Answer all."""
         calls, self.calls = self.calls, {}

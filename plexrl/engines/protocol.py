@@ -152,6 +152,9 @@ class SampleEngine(Protocol):
     def take(self, call_id: str) -> bytes:
         """What was drawn of a call and the state of its generators; the call is dropped. Raises KeyError."""
 
+    def drawn(self, call_id: str) -> tuple[int, bytes]:
+        """What a live call has drawn so far: tokens of all its sequences, and a SampleResponse. Raises KeyError."""
+
     def step(self) -> list[tuple[str, Result | UserError]]:
         """Prefill newcomers that fit, then draw one token for every live sequence; the calls that ended."""
 

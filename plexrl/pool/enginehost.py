@@ -140,6 +140,8 @@ class _Leader:
             while not self._exit:
                 if self._host.busy:
                     self._report(self._host.step())
+                    for told in self._host.progress():
+                        self._link.send(told, keep=False)
                     await asyncio.sleep(0)
                 else:
                     self._wake.clear()

@@ -407,6 +407,8 @@ class Head:
             self._early.append((name, message))
             return
         match message:
+            case m.Progress():
+                self._api.progress.note(message.call, message.tokens, message.body)
             case m.Ended():
                 self._turns.outcome(gang, message.outcome)
             case m.Paused():

@@ -185,6 +185,14 @@ class Ended(Message):
     outcome: Outcome
 
 
+class Progress(Message):
+    """What a sample has drawn so far (a SampleResponse), of calls whose work asks for it. tokens: of all sequences."""
+
+    call: str
+    tokens: int
+    body: bytes
+
+
 class Paused(Message):
     """The turn has stopped at a safe point; unfinished calls in order, the first may be half done."""
 
@@ -245,6 +253,7 @@ AnyMessage = (
     | Shutdown
     | HostHello
     | Ended
+    | Progress
     | Paused
     | Order
     | Run

@@ -82,11 +82,12 @@ class HeadLink:
         finally:
             self.close()
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.Message, keep: bool = True) -> None:
         """Send, or keep until a head has welcomed us. What a head loses with its life the hello tells its successor."""
         if self._welcomed and self._client is not None and self._client.send([m.encode(message)]):
             return
-        self._unsent.append(message)
+        if keep:
+            self._unsent.append(message)
 
     def close(self) -> None:
         """Disconnect."""

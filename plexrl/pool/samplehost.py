@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from plexrl.engines.protocol import SampleEngine, Undone, UserError
-from plexrl.pool.messages import Outcome, Work, slab_of
+from plexrl.pool.messages import Outcome, Progress, Work, slab_of
 from plexrl.types import Moved, PlexrlError
 
 log = logging.getLogger("plexrl.enginehost")
+PROGRESS_S = 0.1
 
 
 class SampleHost:
@@ -20,6 +21,7 @@ class SampleHost:
         self._node = node
         self._live: OrderedDict[str, float] = OrderedDict()
         self._cpu_us: dict[str, float] = {}
+        self._watched: dict[str, tuple[float, int]] = {}  # calls whose progress is asked for: when and what was told
         self._stopped = True
         self.deployments: set[str] = set()
         self.versions: set[str] = set()
@@ -50,7 +52,22 @@ class SampleHost:
                 else:
                     self._live[work.id] = time.monotonic() - drawn["wall_us"] / 1e6
                     self._cpu_us[work.id] = drawn["cpu_us"]
+                    if work.args.get("progress"):
+                        self._watched[work.id] = (0.0, 0)
         return given
+
+    def progress(self) -> list[Progress]:
+        """What has been drawn since it was last told, of calls whose client watches; each a few times a second."""
+        now, told = time.monotonic(), []
+        for call, (at, tokens) in list(self._watched.items()):
+            if call not in self._live:
+                del self._watched[call]
+            elif now - at >= PROGRESS_S:
+                drawn, body = self._engine.drawn(call)
+                if drawn > tokens:
+                    self._watched[call] = (now, drawn)
+                    told.append(Progress(call=call, tokens=drawn, body=body))
+        return told
 
     def _take(self, call: str) -> dict[str, object]:
         """Give up a call with what it has drawn, for another replica to go on with."""

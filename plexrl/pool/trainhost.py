@@ -189,6 +189,10 @@ class TrainHost:
         current = (self._current.id,) if self._current else ()
         return current + tuple(work.id for work in self._queue)
 
+    def progress(self) -> tuple[()]:
+        """A training call has nothing to show before its end."""
+        return ()
+
     def run(self, works: tuple[Work, ...]) -> list[Outcome]:
         """Start, continue or widen the turn; outcomes of calls that had ended already are given again."""
         self._stopped = False

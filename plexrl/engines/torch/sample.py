@@ -100,6 +100,13 @@ class Sampler:
         self._forget(request)
         return request.pack()
 
+    def drawn(self, call_id: str) -> tuple[int, bytes]:
+        """See protocol.SampleEngine. Nothing before its prompt was read here."""
+        request = self._requests[call_id]
+        if request.first is None:
+            return 0, b""
+        return sum(len(sequence.tokens) for sequence in request.sequences), request.answer()
+
     def live(self) -> int:
         """See protocol.SampleEngine."""
         return len(self._requests)
