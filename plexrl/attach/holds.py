@@ -24,6 +24,7 @@ class Kind(Enum):
 _KINDS = {
     "retrieve_future": Kind.POLL,
     "retrieve_futures": Kind.POLL,
+    "/plexrl/v1/drawn": Kind.POLL,
     "asample": Kind.SUBMIT,
     "client/config": Kind.SUBMIT,
     "forward_backward": Kind.SUBMIT,
@@ -41,7 +42,7 @@ _TINKER = "/api/v1/"
 
 
 def kind_of(path: str) -> Kind:
-    """The class of a request; what is not known (also all of the OpenAI API) is held like a create call."""
+    """The class of a request to the head; what is not known is held like a create call."""
     name = path.removeprefix(_TINKER).partition("?")[0]
     if name.startswith("samplers/"):
         return Kind.SUBMIT

@@ -7,7 +7,6 @@ prints one line, `{"port": N}`, or `{"error": why}`, and then leaves its parent'
 
 import asyncio
 import contextlib
-import hmac
 import os
 import resource
 import signal
@@ -15,97 +14,19 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import uvicorn
 import uvloop
 
-from plexrl.attach import holds as held
+from plexrl.attach.app import App
 from plexrl.attach.link import Link
 from plexrl.attach.settings import Settings
 from plexrl.types import BadInput, PlexrlError
 
 _LAST_S = 5.0
-# Of this connection or of this host only; the key above all stays here.
-_NOT_FORWARDED = frozenset(
-    (
-        b"authorization",
-        b"connection",
-        b"content-length",
-        b"cookie",
-        b"host",
-        b"keep-alive",
-        b"proxy-authorization",
-        b"te",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-api-key",
-    )
-)
-_NOT_RETURNED = frozenset(("connection", "content-length", "keep-alive", "transfer-encoding"))
-_JSON = {"content-type": "application/json"}
-
-
-class App:
-    """A bare ASGI application: checks the key, reads the body, asks the link."""
-
-    def __init__(self, link: Link, secret: str) -> None:
-        self._link = link
-        self._secret = secret.encode()
-
-    async def __call__(
-        self,
-        scope: dict[str, Any],
-        receive: Callable[[], Awaitable[dict[str, Any]]],
-        send: Callable[[dict[str, Any]], Awaitable[None]],
-    ) -> None:
-        shown = b""
-        headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            if name not in _NOT_FORWARDED:
-                headers[name.decode("latin-1")] = value.decode("latin-1")
-            elif name == b"x-api-key":
-                shown = value
-            elif name == b"authorization" and not shown and value[:7].lower() == b"bearer ":
-                shown = value[7:].strip()
-        known = hmac.compare_digest(shown, self._secret)
-        # A stranger on this host does not get to fill our memory.
-        body = await _read(receive, self._link.body_bytes if known else 0)
-        if not known:
-            status, fields, content = 401, _JSON, held.detail("the API key is not the one of this job's proxy")
-        elif body is None:
-            status, fields = 413, _JSON
-            content = held.detail(f"the body exceeds this pool's {self._link.body_bytes} bytes; send it in parts")
-        else:
-            query = scope["query_string"]
-            path = scope["path"] + ("?" + query.decode("latin-1") if query else "")
-            status, fields, content = await self._link.ask(scope["method"], path, headers, body)
-        raw = [(b"content-length", b"%d" % len(content))]
-        for field, text in fields.items():
-            if field not in _NOT_RETURNED:
-                raw.append((field.encode("latin-1"), text.encode("latin-1")))
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-        await send({"type": "http.response.body", "body": content})
-
-
-async def _read(receive: Callable[[], Awaitable[dict[str, Any]]], limit: int) -> bytes | None:
-    """The body, None when it exceeds the limit; the rest is then read and forgotten, so that the answer is read."""
-    message = await receive()
-    body = message.get("body", b"")
-    if not message.get("more_body"):
-        return body if len(body) <= limit else None
-    parts, size = [body], len(body)
-    while message.get("more_body"):
-        message = await receive()
-        body = message.get("body", b"")
-        size += len(body)
-        if size <= limit:
-            parts.append(body)
-        else:
-            parts.clear()
-    return b"".join(parts) if size <= limit else None
 
 
 class _Listener(uvicorn.Server):
@@ -152,9 +73,10 @@ async def serve(settings: Settings, ready: Callable[[int], None]) -> None:
         await admitted
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
+            app = App(link, settings.secret, settings.holds.create)
             server = _Listener(
                 uvicorn.Config(
-                    App(link, settings.secret),
+                    app,
                     http="httptools",
                     loop="none",
                     ws="none",
@@ -180,6 +102,7 @@ async def serve(settings: Settings, ready: Callable[[int], None]) -> None:
                 await failure
             await link.close()
             await serving
+            await app.close()
     finally:
         over.cancel()
         failure.cancel()

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from plexrl.gateway import own
 from plexrl.gateway.refusals import NotBuilt
 from plexrl.types import (
     AnyAnswer,
@@ -13,7 +14,6 @@ from plexrl.types import (
     Cancel,
     CapabilitiesList,
     Done,
-    Explained,
     Failed,
     FinishSession,
     Heartbeat,
@@ -151,10 +151,6 @@ def _capabilities(command: AnyCommand, answer: CapabilitiesList) -> HttpResponse
     return json_response({"supported_models": listed})
 
 
-def _explained(command: AnyCommand, answer: Explained) -> HttpResponse:
-    return json_response({"job": answer.job, "explained": answer.text})
-
-
 _RENDERERS: dict[type, Callable[[Any, Any], HttpResponse]] = {
     SessionOpened: _session_opened,
     Promise: _promise,
@@ -167,5 +163,5 @@ _RENDERERS: dict[type, Callable[[Any, Any], HttpResponse]] = {
     Pending: _pending,
     Ok: _ok,
     CapabilitiesList: _capabilities,
-    Explained: _explained,
+    **own.RENDERERS,
 }

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 from plexrl.config import PoolConfig
-from plexrl.gateway import models, render, sampling, training
+from plexrl.gateway import models, own, render, sampling, training
 from plexrl.gateway.refusals import NotBuilt
-from plexrl.types import AnyAnswer, AnyCommand, ApiError, Capabilities, Explain, HttpRequest, HttpResponse
+from plexrl.types import AnyAnswer, AnyCommand, ApiError, Capabilities, HttpRequest, HttpResponse
 
 PREFIX = "/api/v1/"
-OWN = "/plexrl/v1/"
-"""Before the paths of what is ours and no part of the Tinker API."""
 
 # What the SDK knows and this pool does not have, by the first part of the path after PREFIX.
 _LATER = {
@@ -63,7 +61,7 @@ class TinkerGateway:
             ("GET", "healthz"): lambda request: render.json_response({"status": "ok"}),
         }
         self._routes = {(method, PREFIX + path): parse for (method, path), parse in routes.items()}
-        self._routes["GET", f"{OWN}explain"] = lambda request: Explain()
+        self._routes |= own.ROUTES
 
     def parse(self, request: HttpRequest) -> AnyCommand | HttpResponse:
         """Raises ApiError: 400 bad input or not built, 404 unknown path, 405, 413, 415.

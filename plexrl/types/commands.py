@@ -146,6 +146,7 @@ class Sample(Command, frozen=True, tag="sample"):
     """Answered by SamplePromise; Done is a protobuf SampleResponse. Repeats known by (sampler, seq).
 
     body: JSON as received. units: prompt tokens plus num_samples * max_tokens (as asked for).
+    progress: the client will ask what was drawn while it is drawn (GetDrawn).
     """
 
     verb: ClassVar[str] = "sample"
@@ -155,6 +156,24 @@ class Sample(Command, frozen=True, tag="sample"):
     body: bytes
     digest: str = ""
     units: int = 0
+    progress: bool = False
+
+
+class GetDrawn(Command, frozen=True, tag="get_drawn"):
+    """What a sample call has drawn, as soon as that is more than `have` tokens of all its sequences, or all of it.
+
+    Answered by SoFar, by Failed, or by Pending when the poll has been held long enough.
+    """
+
+    verb: ClassVar[str] = "get_drawn"
+    request_id: str
+    have: int = 0
+
+
+class ListModels(Command, frozen=True, tag="list_models"):
+    """Answered by ModelsList: all that this peer may sample from."""
+
+    verb: ClassVar[str] = "list_models"
 
 
 # --- futures and the rest ---------------------------------------------------------------------------------------------
@@ -206,6 +225,8 @@ AnyCommand = (
     | OpenSampler
     | GetSampler
     | Sample
+    | GetDrawn
+    | ListModels
     | Retrieve
     | Cancel
     | Telemetry
@@ -264,6 +285,14 @@ class SamplerInfo(Struct, frozen=True, kw_only=True):
     model_path: str | None = None
 
 
+class SoFar(Struct, frozen=True, kw_only=True):
+    """body: the SampleResponse with what was drawn until now; ended: it is the whole of it."""
+
+    version: str
+    ended: bool
+    body: bytes
+
+
 class Done(Struct, frozen=True, kw_only=True):
     """A future's result in the form in which the client gets it."""
 
@@ -304,6 +333,21 @@ class CapabilitiesList(Struct, frozen=True, kw_only=True):
     models: tuple[Capability, ...]
 
 
+class Version(Struct, frozen=True, kw_only=True):
+    """A published version that can be sampled from. created_us: Unix microseconds."""
+
+    path: str
+    base: str
+    created_us: int
+
+
+class ModelsList(Struct, frozen=True, kw_only=True):
+    """Base models of the peer's account, and the versions of its user that are in memory, oldest first."""
+
+    bases: tuple[Capability, ...]
+    versions: tuple[Version, ...]
+
+
 class Explained(Struct, frozen=True, kw_only=True):
     """One or two sentences for people."""
 
@@ -318,6 +362,8 @@ AnyAnswer = (
     | ModelInfo
     | SamplerOpened
     | SamplerInfo
+    | SoFar
+    | ModelsList
     | Done
     | Failed
     | Pending

@@ -14,6 +14,7 @@ from plexrl.pool.api.training import Training
 from plexrl.pool.core import Core
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.groups import Groups
+from plexrl.pool.progress import Progress
 from plexrl.pool.turns import Turns
 from plexrl.types import Peer, commands
 
@@ -21,10 +22,14 @@ __all__ = ["Api"]
 
 
 class Api:
-    """Answers commands for authenticated peers. Each part has a method for every verb that it knows."""
+    """Answers commands for authenticated peers. Each part has a method for every verb that it knows.
+
+    progress: what engine hosts tell of samples that are not over.
+    """
 
     def __init__(self, core: Core, groups: Groups, turns: Turns, deployments: Deployments):
         access, intake = Access(core), Intake(core)
+        self.progress = Progress(core)
         self._training = Training(core, access, intake, deployments)
         models = Models(core, access, deployments)
         parts = (
@@ -32,7 +37,7 @@ class Api:
             models,
             self._training,
             Sampling(core, access, intake, deployments, turns),
-            Futures(core, groups, turns, models),
+            Futures(core, groups, turns, models, self.progress),
         )
         verbs = [command.verb for command in commands.AnyCommand.__args__]
         self._answers = {verb: getattr(part, verb) for part in parts for verb in verbs if hasattr(part, verb)}

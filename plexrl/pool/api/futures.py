@@ -7,6 +7,7 @@ from plexrl.pool.api.models import Models
 from plexrl.pool.book import Entry
 from plexrl.pool.core import Core
 from plexrl.pool.groups import Groups
+from plexrl.pool.progress import Progress
 from plexrl.pool.turns import Turns
 from plexrl.types import ApiError, CallKind, Peer, commands, records
 
@@ -18,11 +19,12 @@ _JOB = re.compile(r"\bjob ([0-9]+\.[0-9]+)")
 class Futures:
     """Answers the commands about calls that were accepted, and the rare rest."""
 
-    def __init__(self, core: Core, groups: Groups, turns: Turns, models: Models):
+    def __init__(self, core: Core, groups: Groups, turns: Turns, models: Models, progress: Progress):
         self._core = core
         self._groups = groups
         self._turns = turns
         self._models = models
+        self._progress = progress
 
     async def retrieve(
         self, peer: Peer, command: commands.Retrieve
@@ -30,11 +32,37 @@ class Futures:
         """The poll is held for HOLD_S seconds at most."""
         if (unloaded := self._models.unloaded(peer, command.request_id)) is not None:
             return unloaded
-        entry = self._core.book.entries.get(command.request_id)
-        if entry is None or entry.job != peer.job:
-            raise ApiError(410, f"there is no request {command.request_id!r} of this job", "Submit it again")
+        entry = self._entry(peer, command.request_id)
         if not await self._core.wait(entry, HOLD_S):
             return commands.Pending(reason=self._why(peer, entry))
+        return self._given(entry)
+
+    async def get_drawn(
+        self, peer: Peer, command: commands.GetDrawn
+    ) -> commands.SoFar | commands.Failed | commands.Pending:
+        """What a sample has drawn so far, held like a poll; its end is that of any future."""
+        entry = self._entry(peer, command.request_id)
+        if entry.accepted is None or entry.accepted.call.kind is not CallKind.SAMPLE:
+            raise ApiError(400, f"{entry.id} is no sample", "Poll it with retrieve_future")
+        version = str(entry.accepted.work["version"])
+        if not await self._progress.wait(entry, command.have, HOLD_S):
+            return commands.Pending(reason=self._why(peer, entry))
+        if entry.ended is None:
+            return commands.SoFar(version=version, ended=False, body=self._progress.body(entry.id))
+        await self._core.settled(entry.id)
+        found = self._given(entry)
+        if isinstance(found, commands.Failed):
+            return found
+        return commands.SoFar(version=version, ended=True, body=found.body)
+
+    def _entry(self, peer: Peer, request_id: str) -> Entry:
+        entry = self._core.book.entries.get(request_id)
+        if entry is None or entry.job != peer.job:
+            raise ApiError(410, f"there is no request {request_id!r} of this job", "Submit it again")
+        return entry
+
+    def _given(self, entry: Entry) -> commands.Done | commands.Failed:
+        """The end of a future; that it was given is noted once."""
         ended = entry.ended
         assert ended is not None
         if not entry.delivered:
@@ -64,9 +92,7 @@ class Futures:
 
     async def cancel(self, peer: Peer, command: commands.Cancel) -> commands.Ok:
         """End a sample early; a training call goes to its end."""
-        entry = self._core.book.entries.get(command.request_id)
-        if entry is None or entry.job != peer.job:
-            raise ApiError(410, f"there is no request {command.request_id!r} of this job")
+        entry = self._entry(peer, command.request_id)
         if entry.accepted is not None and entry.ended is None and entry.accepted.call.kind is CallKind.SAMPLE:
             self._turns.cancel(entry.accepted.call)
         return commands.Ok()
@@ -84,4 +110,12 @@ class Futures:
                 for name, config in self._core.config.models.items()
                 if config.allows(peer.account)
             )
+        )
+
+    async def list_models(self, peer: Peer, command: commands.ListModels) -> commands.ModelsList:
+        """What the peer may sample from now."""
+        mine = (v.published for v in self._core.book.versions.values() if v.in_memory and v.published.uid == peer.uid)
+        return commands.ModelsList(
+            bases=(await self.capabilities(peer, commands.Capabilities())).models,
+            versions=tuple(commands.Version(path=v.version, base=v.base, created_us=v.now_us) for v in mine),
         )

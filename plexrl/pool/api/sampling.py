@@ -89,7 +89,8 @@ class Sampling:
             cost_us=prior_cost_us(CallKind.SAMPLE, command.units),
             units=max(command.units, 1),
         )
-        accepted = self._intake.accept(peer, call, command.digest, {"version": opened.version}, command.body)
+        work: dict[str, object] = {"version": opened.version, "progress": command.progress}
+        accepted = self._intake.accept(peer, call, command.digest, work, command.body)
         # It may be drawn meanwhile: a sample has no state, and one that a dying head forgets is asked for again. A
         # training call changes the model, and is not begun before it is on disk.
         self._turns.submit(call)

@@ -77,11 +77,11 @@ def test_the_helper_leaves_a_proxy_that_ends_with_the_lifeline():
         assert os.getsid(proxy) == proxy
         assert {os.readlink(f"/proc/{proxy}/fd/{fd}") for fd in (0, 1, 2)} == {os.devnull}
         async with httpx.AsyncClient() as client:
-            answer = await client.get(
-                variables["OPENAI_BASE_URL"] + "/models",
+            answer = await client.post(
+                variables["OPENAI_BASE_URL"] + "/chat/completions",
                 headers={"authorization": f"Bearer {variables['OPENAI_API_KEY']}"},
             )
-            assert answer.status_code == 200
+            assert answer.status_code == 400 and "malformed JSON" in answer.json()["error"]["message"]
         os.close(lifeline)
         await until(lambda: not Path(f"/proc/{proxy}").exists())
         assert head.byes == 1

@@ -59,9 +59,9 @@ def test_the_bearer_form_of_the_secret_is_taken():
     async def scenario(pool):
         FakeHead(pool, "one")
         async with proxy(pool) as running, httpx.AsyncClient() as client:
-            url = f"http://127.0.0.1:{running.port}/v1/models"
+            url = f"http://127.0.0.1:{running.port}/api/v1/healthz"
             answer = await client.get(url, headers={"Authorization": f"Bearer {SECRET}"})
-            assert answer.json()["path"] == "/v1/models"
+            assert answer.json()["path"] == "/api/v1/healthz"
 
     run(scenario)
 
@@ -83,18 +83,17 @@ def test_without_a_head_each_kind_is_held_and_answered_in_its_own_way():
         head = FakeHead(pool, "one")
         async with proxy(pool) as running:
             head.die()
-            poll, submit, create, beat, chat = await asyncio.gather(
+            poll, submit, create, beat = await asyncio.gather(
                 running.post("retrieve_future", request_id="m:train:0:3"),
                 running.post("optim_step", model_id="m"),
                 running.post("create_model", session_id="s"),
                 running.post("session_heartbeat", session_id="s"),
-                running.client.post("/v1/chat/completions", json={}),
             )
             assert poll.status_code == 408
             assert poll.json()["type"] == "try_again" and poll.json()["request_id"] == "m:train:0:3"
             assert "no head of pool 'lab'" in poll.json()["queue_state_reason"]
             assert submit.status_code == 402 and "no head of pool 'lab'" in submit.json()["detail"]
-            for answer in (create, beat, chat):
+            for answer in (create, beat):
                 assert answer.status_code == 429 and answer.headers["retry-after-ms"] == "1000"
                 assert "no head of pool 'lab'" in answer.json()["detail"]
 
