@@ -133,8 +133,8 @@ class Arena:
         return f"{nodes}; of {made}{', locked' if self._lock_pages else ''}"
 
     def close(self) -> None:
-        """Let go of the file and the mapping."""
-        self._mapping.close()
+        """Let go of the file and the mapping; it goes with the last of its `bytes_of`."""
+        del self._mapping
         os.close(self._fd)
 
     def _free(self) -> int:
