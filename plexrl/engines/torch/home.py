@@ -29,7 +29,7 @@ class Home:
     model need first of all is before them, so that they can begin while the last of them is still on its way.
     """
 
-    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None) -> None:
+    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None = None) -> None:
         """Waits for the extent and holds it. Fills the base slab when the spec says so.
 
         Raises BadInput for a spec or model that does not fit together.

@@ -16,7 +16,8 @@ from plexrl.engines import sizing
 from plexrl.engines.protocol import EngineSpec, build
 from plexrl.memory.arena import Arena, ArenaMap
 from plexrl.memory.device import CpuDevice, create_memfd
-from plexrl.types import Role
+from plexrl.memory.gate import GATE_BYTES, Gate
+from plexrl.types import Extent, Role
 
 VOCABULARY = 512
 EOS = 2
@@ -78,7 +79,10 @@ class Node:
         self.device = CpuDevice(self.device_fd, size)
         self.arena = Arena(self.arena_fd, size)
         self.map = ArenaMap(self.arena_fd, size)
+        self.gate_fd = create_memfd("gate", GATE_BYTES)
+        self.gate = Gate(self.gate_fd)
         self._names = itertools.count()
+        self._seats = itertools.count()
 
     def spec(self, model_dir: str, role: Role, kind: str, **more: object) -> EngineSpec:
         more = {"lora_slots": 2, "lora_max_rank": 8, "kv_bytes": 0, "max_context": 128} | more
@@ -110,6 +114,13 @@ class Node:
 
     def build(self, model_dir: str, role: Role, kind: str, **more: object):
         return build(self.spec(model_dir, role, kind, **more), self.device, self.map)
+
+    def join(self, model_dir: str, role: Role, kind: str, **more: object):
+        """An engine as a process of its own has it: its own mapping of the device, and a seat at the gate."""
+        spec = self.spec(model_dir, role, kind, **more)
+        number = next(self._seats)
+        seat = Gate(self.gate_fd).seat(number, f"gang{number}", Extent(spec.extent_offset, spec.extent_size))
+        return build(spec, CpuDevice(self.device_fd, self.size), self.map, seat)
 
     def state(self, model_dir: str, rank: int | None, unembed: bool = True, dtype: str = "float32"):
         """A slab for a deployment."""
