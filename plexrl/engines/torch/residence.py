@@ -109,6 +109,7 @@ class Residence:
                 if gone.state.present(name):
                     memory.zero_()
         del self.deployments[deployment]
+        home.arena.drop(gone.slab)
 
     # --- residency ------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,9 @@ class Residence:
 
     def spill(self, deployment: str) -> None:
         """See protocol.TrainEngine."""
-        self.find(deployment).spill(deployment)
+        target = self.find(deployment)
+        target.spill(deployment)
+        self._home.arena.drop(target.slab)
 
     def rehome(self, deployment: str, slab: Slab) -> None:
         """See protocol.TrainEngine."""

@@ -188,6 +188,7 @@ class Trainer:
         if slab is not None:
             check_size(f"a version of {deployment!r}", slab, bound.weights.numel())
             self._home.arena.view(slab).copy_(bound.weights)
+            self._home.arena.drop(slab, readonly=False)
         if folder is not None:
             self._write(target, bound, folder, optimizer=False)
         return tally.moved

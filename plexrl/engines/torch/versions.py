@@ -15,10 +15,13 @@ from plexrl.types import BadInput, Slab
 
 
 class _Version:
-    """shape: of an adapter; None for full parameters or the base. source: the weights' bytes in the arena."""
+    """shape: of an adapter; None for full parameters or the base. source: the weights' bytes in the arena's slab."""
 
-    def __init__(self, source: Tensor, shape: Shape | None, state: ResidentState | None) -> None:
+    def __init__(
+        self, source: Tensor, shape: Shape | None = None, state: ResidentState | None = None, slab: Slab | None = None
+    ) -> None:
         self.source = source
+        self.slab = slab
         self.shape = shape
         self.state = state
 
@@ -52,7 +55,7 @@ class Versions:
         if version in self._known:
             return
         if slab is None:
-            self._known[version] = _Version(self._base, None, None)
+            self._known[version] = _Version(self._base)
             return
         if (shape is None) != self._full:
             raise BadInput(
@@ -63,12 +66,12 @@ class Versions:
         source = self._home.arena.view(slab, readonly=True)
         if shape is None:
             check_size(f"version {version!r}", slab, self._base.numel())
-            self._known[version] = _Version(source, None, None)
+            self._known[version] = _Version(source, slab=slab)
             return
         plan = manifest({"weights": self._home.adapter_specs(shape)})
         check_size(f"version {version!r}", slab, plan.size)
         state = ResidentState(plan, self._home.slot(0), None, {"weights": source})
-        self._known[version] = _Version(source, shape, state)
+        self._known[version] = _Version(source, shape, state, slab)
 
     def detach(self, version: str, on_device: bool) -> None:
         """Forget a version; what is left of it on the device is cleared."""
@@ -81,6 +84,8 @@ class Versions:
         if self._loaded == version:
             self._point(self._base)
             self._loaded = None
+        if gone.slab is not None:
+            self._home.arena.drop(gone.slab, readonly=True)
 
     def check(self, version: str | None) -> None:
         """Raises BadInput for a version that is not attached."""

@@ -12,6 +12,7 @@ import torch
 
 from plexrl.engines.parking import Meter
 from plexrl.engines.torch.crossing import insist
+from plexrl.memory.arena import ArenaMap
 from plexrl.memory.gate import Held, Seat, Withdrawn
 from plexrl.memory.resident import DIRTY
 from plexrl.memory.transfer import Memcpy
@@ -380,10 +381,11 @@ def test_a_spilled_deployment_is_refused_until_it_has_a_home_again(models: dict[
         engine.spill("d")
     engine.offload()
     old = engine._deployments["d"].slab
-    memory = node.map.view(old)
-    copy = memory.clone()
+    outside = ArenaMap(node.arena_fd, node.size)
+    copy = outside.view(old).clone()
     engine.spill("d")
-    memory.random_()
+    assert old not in node.map.mapped()
+    outside.view(old).random_()
     with pytest.raises(BadInput, match="'d' is spilled"):
         engine.spill("d")
     if rank is None:
@@ -399,7 +401,7 @@ def test_a_spilled_deployment_is_refused_until_it_has_a_home_again(models: dict[
         run(engine.forward_backward("e", request("cross_entropy", sft(1)), False))
         engine.offload()
     new = node.state(models["tied"], rank)
-    node.map.view(new).copy_(copy)
+    outside.view(new).copy_(copy)
     engine.rehome("d", new)
     engine.load_device()
     assert same(state(engine), kept)
@@ -407,3 +409,27 @@ def test_a_spilled_deployment_is_refused_until_it_has_a_home_again(models: dict[
     engine.spill("d")
     engine.drop("d")
     assert "d" not in engine._deployments
+
+
+@KINDS
+def test_slabs_that_are_let_go_are_no_longer_mapped(models: dict[str, str], rank: int | None) -> None:
+    """Of deployments that were dropped, of versions that were packed or are no longer drawn from."""
+    node = Node(1 << 28)
+    engine = trainer(node, models["tied"], rank)
+    version = node.snapshot(models["tied"], rank)
+    mapped = set(node.map.mapped())
+    engine.publish("d", version, None)
+    assert set(node.map.mapped()) == mapped
+    engine.offload()
+    sampler = node.join(models["tied"], Role.SAMPLE, "full" if rank is None else "lora")
+    sampler.attach("v", version, rank, True, True, True)
+    sampler.add("c", "v", ask([4, 5], max_tokens=2))
+    drain(sampler)
+    assert version in node.map.mapped()
+    sampler.detach("v")
+    assert version not in node.map.mapped()
+    sampler.add("c", None, ask([4, 5], max_tokens=2))
+    drain(sampler)
+    engine.drop("d")
+    assert engine._deployments == {}
+    assert not any(slab.name.startswith("state") for slab in node.map.mapped())
