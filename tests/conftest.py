@@ -1,4 +1,4 @@
-"""Order of the tests, what happens without Slurm, and the models that tests load."""
+"""Order of the tests, what happens without Slurm or a GPU, and the models that tests load."""
 
 import os
 import signal
@@ -24,17 +24,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
-    needing = [item for item in items if _folder(item) == "slurm" or item.get_closest_marker("slurm")]
-    reason = _no_slurm() if needing else ""
-    if reason:
-        config.hook.pytest_deselected(items=needing)
-        config.stash[NO_SLURM] = f"{len(needing)} tests were left out: they need Slurm on this machine. {reason}"
-        items[:] = [item for item in items if item not in set(needing)]
+    for what, why in (("slurm", _no_slurm), ("gpu", _no_gpu)):
+        needing = [item for item in items if _folder(item) == what or item.get_closest_marker(what)]
+        reason = why() if needing else ""
+        if reason:
+            config.hook.pytest_deselected(items=needing)
+            said = f"{len(needing)} tests were left out: they need {what.upper()} on this machine. {reason}"
+            config.stash.setdefault(MISSING, {})[what] = said
+            items[:] = [item for item in items if item not in set(needing)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if said := config.stash.get(NO_SLURM, ""):
-        terminalreporter.section("SLURM IS MISSING", red=True, bold=True)
+    for what, said in config.stash.get(MISSING, {}).items():
+        terminalreporter.section(f"{what.upper()} IS MISSING", red=True, bold=True)
         terminalreporter.line(said)
 
 
@@ -52,7 +54,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os._exit(config.stash[OUTCOME])
 
 
-NO_SLURM = pytest.StashKey[str]()
+MISSING = pytest.StashKey[dict[str, str]]()
 OUTCOME = pytest.StashKey[int]()
 
 
@@ -73,6 +75,15 @@ def _no_slurm() -> str:
         return f"As root, run: apt-get install {' '.join(missing)}"
     if os.geteuid() != 0:
         return "The development cluster makes users of its own: run the tests as root."
+    return ""
+
+
+def _no_gpu() -> str:
+    """Why nothing can run on a GPU here; empty when it can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees none here: run `pytest -m gpu` where it does."
     return ""
 
 
