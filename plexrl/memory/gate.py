@@ -281,10 +281,17 @@ class Seat:
             self._gate._sleep(version, min(left, _SLICE_S))
 
     def held(self) -> None:
-        """All of the extent is mine. Waits for what is not yet, with the errors of `wait`."""
-        self.wait(self.extent.offset, self.extent.offset + self.extent.size)
+        """All of the extent is mine. Waits for what is not yet, with the errors of `wait`.
+
+        After a leave that is taken back it waits only for what it let go of: a seat that had not come whole is COMING
+        again, because two such seats could wait for each other.
+        """
+        low, high = self.extent.offset, self.extent.offset + self.extent.size
+        if self.state in (LEAVING, FAILED):
+            high = self._words["high"][self.index]
+        self.wait(low, high)
         with self._gate.locked():
-            self._go(HELD)
+            self._go(HELD if high == low + self.extent.size else COMING)
 
     def leave(self) -> None:
         """I am about to let go of what I hold. Raises PlexrlError unless I hold or was coming."""

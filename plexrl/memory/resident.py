@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from plexrl.memory.carry import Carrier
+from plexrl.memory.gate import LEAVING
 from plexrl.memory.manifest import Manifest, check_buffer
 from plexrl.memory.piece import CLEAN, DIRTY, ZERO, BucketState, Piece
 from plexrl.memory.residency import LEGAL, IllegalTransition, advance
@@ -102,8 +103,6 @@ class ResidentState:
             raise BadInput(
                 f"bucket {bucket!r} {what} ({self.residency}) and cannot be marked {state}", "Mark what was written"
             )
-        if not piece.present:
-            piece.ready = 0
         piece.state = state
         self._before = None
 
@@ -132,7 +131,8 @@ class ResidentState:
             raise IllegalTransition(f"state that is {self.residency} keeps its slab", "Offload it first")
         if slab_view is None:
             if self.residency is Residency.HOST:
-                self.residency = advance(advance(self.residency, Residency.SPILLING), Residency.NVME)
+                self.residency = advance(self.residency, Residency.SPILLING)
+                self.residency = advance(self.residency, Residency.NVME)
             for piece in self._pieces.values():
                 if not piece.fixed:
                     piece.settle(None)
@@ -193,8 +193,7 @@ class ResidentState:
             if seat is not None:
                 seat.fail()
             raise
-        for piece in self._pieces.values():
-            piece.ready = piece.left = 0
+        self._forget()
         self.residency = Residency.HOST
         return Moved(bytes_out=moved, bytes_clean=clean, seconds=time.perf_counter() - start)
 
@@ -204,7 +203,8 @@ class ResidentState:
         After a load: where it started from, HOST with no copy. After an offload: DEVICE with the buckets that were
         there; what was released is waited for (a LEAVING seat is told `fail` first, so that who comes gives up) and
         copied in again, in descending order. Call it only for states that the switch in question has touched.
-        Raises IllegalTransition when there is nothing to take back; after any other error the state is LOST.
+        Raises IllegalTransition when there is nothing to take back. After any other error the state is HOST when the
+        offload was done (its home has all of it), else LOST.
         """
         start = time.perf_counter()
         if self._before is None:
@@ -217,13 +217,16 @@ class ResidentState:
             elif before is not Residency.DEVICE:
                 if self.residency is Residency.DEVICE:
                     self.residency = advance(self.residency, Residency.OFFLOADING)
-                for piece in self._pieces.values():
-                    piece.ready = 0
+                self._forget()
                 self.residency = advance(self.residency, before)
             else:
                 self.residency = Residency.DEVICE
         except BaseException:
-            self.residency = Residency.LOST
+            if self.residency is Residency.LOADING:
+                self._forget()
+                self.residency = Residency.HOST
+            else:
+                self.residency = Residency.LOST
             raise
         return Moved(bytes_in=moved, seconds=time.perf_counter() - start, waited_s=waited)
 
@@ -233,11 +236,16 @@ class ResidentState:
             self.residency = advance(self.residency, Residency.LOADING)
             for piece in self._pieces.values():
                 piece.ready = piece.left = piece.stayed
-        elif seat is not None:
+        if seat is not None and seat.state is LEAVING:
             seat.fail()
         back = self._carrier.take_back(reversed(self._pieces.values()), seat)
         self.residency = advance(self.residency, Residency.DEVICE)
         return back
+
+    def _forget(self) -> None:
+        """Nothing is on the device."""
+        for piece in self._pieces.values():
+            piece.ready = piece.left = 0
 
     def _settle(self, slab: Tensor | None) -> None:
         if self.host.size:
