@@ -135,10 +135,10 @@ def gspo(logprobs: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 def stable_reinforce(logprobs: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
     """-sum sg(min(r, 1)) A log p + kl_coeff/2 sum (log p - log q)^2, the second sum over all sampled tokens.
 
-    Tinker has published no formula, only the interface and the aim, to stay stable when p and q differ. This one is
-    PlexRL's: REINFORCE with weights truncated at 1 (Espeholt et al. 2018, arXiv 1802.01561, rho-bar = 1), which fade
-    where the policy has left a token, and the estimate k2 of KL(p, q) (J. Schulman, "Approximating KL Divergence",
-    2020), whose gradient on policy is that of the divergence. Results therefore differ from Tinker's own.
+    The formula is PlexRL's. Of Tinker's (alpha) only the interface and the aim are known here: to stay stable where p
+    and q differ. Results differ from Tinker's. Sources: REINFORCE with weights truncated at 1 (Espeholt et al. 2018,
+    arXiv 1802.01561, rho-bar = 1), which fade where the policy has left a token, and the estimate k2 of KL(p, q)
+    (J. Schulman, "Approximating KL Divergence", 2020), whose gradient on policy is that of the divergence.
     """
     log_ratio = logprobs - inputs["logprobs"]
     weights = torch.exp(log_ratio.detach().clamp(max=0))
