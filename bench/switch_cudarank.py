@@ -59,9 +59,7 @@ class Rank:
         self.slab = arena.view(Slab(f"rank {settings['seat']}", settings["slab"], self.size, 0))
         self.registered = arena.registrations
         gate = Gate(settings["gate"])
-        self.seat = BackedSeat(
-            gate.seat(settings["seat"], f"rank {settings['seat']}", Extent(0, self.size)), device, region
-        )
+        self.seat = BackedSeat(gate.seat(settings["seat"], f"rank {settings['seat']}", region.extent), device)
         self.state = ResidentState(self.manifest, self.buffer, self.slab, mover=device.mover, chunk=device.chunk)
         self.region = region
 
@@ -142,7 +140,7 @@ class Rank:
     def mapping(self) -> dict:
         """Seconds to map and to unmap a GiB, with nothing copied. The other rank is off the device, and so is this."""
         begun = time.monotonic()
-        self.device.map(self.region)
+        self.device.back(self.region, 0, self.size)
         mapped = time.monotonic()
         self.device.unmap(self.region)
         gib = self.size / (1 << 30)

@@ -60,6 +60,18 @@ class CudaDevice:
         self._gauge = gauge
         self._context = context
         self._regions: dict[Region, Chunks] = {}
+        self._gated: set[Extent] = set()
+
+    def gate(self, extent: Extent) -> None:
+        """From now on the memory of this extent's region follows a BackedSeat: `map` takes none at once."""
+        self._gated.add(extent)
+
+    def region(self, extent: Extent) -> Region:
+        """The region that was reserved for exactly this extent. Raises BadInput when there is none."""
+        for region in self._regions:
+            if region.extent == extent:
+                return region
+        raise BadInput(f"no region at {extent.offset} of {extent.size} bytes", "Reserve the seat's extent first")
 
     def reserve(self, extent: Extent) -> Region:
         """Addresses for an extent, with nothing behind them. Raises BadInput, DoesNotFit as the cpu device does."""
@@ -81,8 +93,12 @@ class CudaDevice:
         return region
 
     def map(self, region: Region) -> None:
-        """Take memory for all of it. Raises NotMapped over a region of this process in use, DoesNotFit."""
-        self.back(region, 0, region.extent.size)
+        """Take memory for all of it; for a gated one it comes as the gate grants it.
+
+        Raises NotMapped over a region of this process in use, DoesNotFit.
+        """
+        if region.extent not in self._gated:
+            self.back(region, 0, region.extent.size)
 
     def unmap(self, region: Region) -> None:
         """Wait for the GPU, then give all of it back, and what torch's allocator keeps. Twice is no error."""

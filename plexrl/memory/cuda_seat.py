@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from plexrl.memory.cuda import CudaDevice
 from plexrl.memory.device import Region
 from plexrl.memory.gate import Seat, SeatState
@@ -16,11 +18,15 @@ class BackedSeat:
     than the gate says, rounded up to one chunk for each seat that moves.
     """
 
-    def __init__(self, seat: Seat, device: CudaDevice, region: Region) -> None:
-        """region: of the seat's extent."""
+    def __init__(self, seat: Seat, device: CudaDevice) -> None:
+        """The seat's extent is reserved on the device before the first verb."""
         self._seat = seat
         self._device = device
-        self._region = region
+        device.gate(seat.extent)
+
+    @functools.cached_property
+    def _region(self) -> Region:
+        return self._device.region(self.extent)
 
     @property
     def index(self) -> int:
@@ -66,7 +72,7 @@ class BackedSeat:
         """As Seat; then all of the region is mapped."""
         self._device.mover.fresh = False
         self._seat.held()
-        self._device.map(self._region)
+        self._device.back(self._region, 0, self.extent.size)
 
     def leave(self) -> None:
         """As Seat, after all work on the GPU is done: clean bytes are let go of without a copy that would wait."""

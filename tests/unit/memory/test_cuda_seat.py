@@ -13,7 +13,7 @@ from plexrl.memory.cuda_seat import BackedSeat
 from plexrl.memory.gate import GATE_BYTES, Gate, SeatState, Withdrawn
 from plexrl.memory.manifest import Manifest, TensorSpec
 from plexrl.memory.resident import DIRTY, ResidentState
-from plexrl.types import DoesNotFit, Extent, Residency
+from plexrl.types import BadInput, DoesNotFit, Extent, Residency
 from tests.unit.memory.hostvmm import GRAIN, Card, HostVmm, LateMover
 
 CHUNK = 2 * GRAIN
@@ -29,7 +29,7 @@ def gate(memfd):
 def seated(gate: Gate, index: int, card: Card, extent: Extent) -> tuple[BackedSeat, CudaDevice, torch.Tensor]:
     device = CudaDevice(SIZE, HostVmm(card), LateMover(), kind=cuda_tensor.CPU, chunk=CHUNK)
     region = device.reserve(extent)
-    return BackedSeat(gate.seat(index, f"gang {index}", extent), device, region), device, region.buffer
+    return BackedSeat(gate.seat(index, f"gang {index}", extent), device), device, region.buffer
 
 
 def take(seat: BackedSeat, buffer: torch.Tensor, value: int) -> None:
@@ -104,6 +104,19 @@ def test_memory_comes_after_the_grant_and_goes_before_the_word(gate):
     seat.held()
     let_go(seat, buffer, 9)
     assert card.used == 0
+
+
+def test_mapping_a_gated_region_takes_no_memory_before_the_gate_grants_it(gate):
+    card = Card(SIZE)
+    seat, device, buffer = seated(gate, 0, card, Extent(64, SIZE - 64))
+    region = device.region(seat.extent)
+    seat.come()
+    device.map(region)
+    assert card.used == 0 and not region.mapped
+    seat.held()
+    assert region.mapped and card.used == SIZE
+    with pytest.raises(BadInput, match="no region at 0"):
+        device.region(Extent(0, 64))
 
 
 def test_leaving_waits_for_the_gpu_first(gate, ending):
