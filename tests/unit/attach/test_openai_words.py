@@ -19,8 +19,9 @@ TALK = [
     {"role": "user", "content": "<|im_end|>"},
 ]
 TEMPLATES = {
-    "loops and blocks": "{% for m in messages %}\n  {%- if loop.first %}[{% endif %}\n{{ m['role'] }}: {{ m.content | trim }}"
-    "\n  {% if m.role == 'assistant' %}{% continue %}{% endif %}.\n{% endfor %}\n{% if add_generation_prompt %}>{% endif %}",
+    "loops and blocks": "{% for m in messages %}\n  {%- if loop.first %}[{% endif %}\n{{ m['role'] }}: "
+    "{{ m.content | trim }}\n  {% if m.role == 'assistant' %}{% continue %}{% endif %}.\n{% endfor %}\n"
+    "{% if add_generation_prompt %}>{% endif %}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ bos_token }}{{ tools is none }}",
     "generation": "{% for m in messages %}{% generation %}\n{{ m.content }}{% endgeneration %}{% endfor %}",
     "words of the caller": "{{ 'think' if enable_thinking else 'no' }}{% set ns = namespace(x=1) %}{{ ns.x }}",
@@ -35,7 +36,9 @@ def words(tiny_model: Path) -> Words:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_are_rendered_as_by_transformers(name: str):
     source, words = TEMPLATES[name], {"enable_thinking": True}
-    template = Template(Path("/nowhere"), {"chat_template": source, "bos_token": {"content": "<s>"}, "eos_token": "</s>"})
+    template = Template(
+        Path("/nowhere"), {"chat_template": source, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    )
     expected, _ = render_jinja_template(
         [TALK], chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>", **words
     )
@@ -51,7 +54,8 @@ def test_the_folders_own_template_and_special_tokens(words: Words):
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ raise_exception('no such role') }}", "{{ messages.pop() }}", "{{ ''.__class__.__mro__ }}", "{{ 1/0 }}"]
+    "source",
+    ["{{ raise_exception('no such role') }}", "{{ messages.pop() }}", "{{ ''.__class__.__mro__ }}", "{{ 1/0 }}"],
 )
 def test_what_a_template_does_not_take_is_the_callers(source: str):
     with pytest.raises(Refusal) as caught:
