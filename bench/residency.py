@@ -56,7 +56,7 @@ class Sizes:
 def measure(model: str, rank: int, sample: bool, folder: Path) -> dict[str, object]:
     """Both footprints of a pool of its own, with a trainer and perhaps a sampler, and the copies of the base."""
     sizes = Sizes(model, rank, sample)
-    page = 2 << 20
+    page, roles = 2 << 20, ["train", "sample"] if sample else ["train"]
     config = {
         "models": {
             MODEL: {
@@ -69,11 +69,11 @@ def measure(model: str, rank: int, sample: bool, folder: Path) -> dict[str, obje
                 "lora": {"max_rank": rank, "slots": 1},
             }
         },
-        "device": {"kind": "cpu", "bytes": -(-sizes.device // page) * page, "roles": {"local": ["train", "sample"]}},
+        "device": {"kind": "cpu", "bytes": -(-sizes.device // page) * page, "roles": {"local": roles}},
         "host": {"bytes": -(-sizes.host // page) * page},
         "limits": {"models_per_job": DEPLOYMENTS},
     }
-    with LocalPool(folder, config, gpus=2 if sample else 1) as pool:
+    with LocalPool(folder, config, gpus=len(roles)) as pool:
         settings = json.dumps({"rank": rank, "sample": sample})
         command = [sys.executable, "-m", "bench.residencyclient", settings]
         program = pool.attach(command, stderr=None, stdin=True)
