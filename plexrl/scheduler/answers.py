@@ -1,6 +1,6 @@
 """What the executor answers to actions. Late and contrary answers are ignored; none of them raises."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from plexrl.scheduler.actions import Action
 from plexrl.scheduler.profiles import Profiles
@@ -85,11 +85,12 @@ class Answers(Profiles):
         """The answer to Prefetch, as `switched`. If the gang has been given its turn meanwhile, that begins now."""
         return self.switched(now, gang, ok, moved, evicted)
 
-    def undone(self, now: int, gang: str, evicted: Collection[str]) -> list[Action]:
+    def undone(self, now: int, gang: str, evicted: Collection[str], crowded: bool = False) -> list[Action]:
         """The answer to a Build, Switch or Prefetch that was taken back, and nobody was lost by it.
 
         The gang is where it was before, and so are its victims but for those in `evicted`, which are on the host. It
-        is in line again with the place that it had, and told again when it is next. Ignored unless that is under way.
+        is in line again with the place that it had, and told again when it is next. crowded: host memory was short, so
+        the next time everybody leaves its GPUs, and it is not prefetched. Ignored unless that is under way.
         """
         self._at(now)
         state = self.gangs.get(gang)
@@ -98,8 +99,19 @@ class Answers(Profiles):
             before = Residency.COLD if state.building else Residency.HOST
             self._broken_off(arrival, evicted, undone=True)
             self._move(state, before)
+            if crowded:
+                self._crowded.add(gang)
             if arrival.turn:
                 self._end(arrival.turn, "undone")
             else:
                 self._enlist(state)
         return self._settle()
+
+    def refills(self, gang: str, sizes: Iterable[tuple[str, int]], spent_us: int = 0) -> None:
+        """What of a gang's state lies on NVMe now: (node, bytes). spent_us: a refill for its switch under way took so
+        long. Unknown gang: nothing happens.
+        """
+        state = self.gangs.get(gang)
+        if state:
+            state.switch.refill_us = self.bandwidth.refill_us(sizes)
+            state.switch.spent_us += spent_us

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from plexrl.scheduler.actions import Action, Dropped
 from plexrl.scheduler.admission import Admission
+from plexrl.scheduler.bandwidth import Bandwidth, SwitchCost
 from plexrl.scheduler.budget import Budget
-from plexrl.scheduler.costs import Learned
 from plexrl.scheduler.fairshare import Shares
 from plexrl.scheduler.gang import SCAVENGER, Entry, GangState
 from plexrl.scheduler.line import Line, Waiter
@@ -26,8 +26,8 @@ class Books:
     """Gangs, calls, turns and time. Every event changes them through methods of this class and of those built on it.
 
     line: who waits. turns: by gang; held: by GPU; free: GPUs of no turn. copies: GPU -> gangs that leave it or come in,
-    and for whom. What changed is marked (`_open` GPUs to grant, `_stirred` turns, `_unused` GPUs to meter), so that
-    what follows from an event is looked for there only.
+    and for whom. bandwidth: of the nodes' links. What changed is marked (`_open` GPUs to grant, `_stirred` turns,
+    `_unused` GPUs to meter), so that what follows from an event is looked for there only.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Books:
         self.admission = Admission(self.floor)
         self.residence = Residence(gpus)
         self.shares = Shares(policy.half_life_us)
+        self.bandwidth = Bandwidth(policy.switch_bytes_per_us)
         self.budget = Budget(policy.interactive_switches_per_hour)
         self.tenants: dict[str, Tenant] = {}
         self._factors: dict[str, tuple[int, float]] = {}
@@ -76,6 +77,7 @@ class Books:
         self._shadows: dict[str, int] = {}  # of reservations, within one event
         self._admit = False
         self._moves: dict[str, Placement] = {}
+        self._crowded: set[str] = set()  # gangs for which everybody leaves their GPUs the next time
         self._actions: list[Action] = []
 
     def _start(self, now: int) -> None:
@@ -114,10 +116,11 @@ class Books:
 
     def _adopt(self, placement: Placement, spec: GroupSpec, residency: Residency) -> list[GangState]:
         owner = self.tenant(spec.owner)
-        prior = spec.device_bytes // self.policy.switch_bytes_per_us
         states = []
         for gang in placement.gangs:
-            state = GangState(gang, spec, owner, residency, self._next(), self.now, 0, Learned(prior), used_us=self.now)
+            nodes = {gpu.rpartition(":")[0] for gpu in gang.gpus}
+            cost = SwitchCost(self.bandwidth.switch_us(nodes, spec.device_bytes))
+            state = GangState(gang, spec, owner, residency, self._next(), self.now, 0, cost, used_us=self.now)
             self.gangs[state.id] = state
             self.residence.add(state)
             states.append(state)
@@ -135,6 +138,7 @@ class Books:
     def _abandon(self, state: GangState) -> None:
         """Forget a gang that has no turn and no calls."""
         self._unlist(state)
+        self._crowded.discard(state.id)
         del self.gangs[state.id]
         self.residence.discard(state)
         self._open.update(state.gpus)

@@ -39,6 +39,7 @@ class Copies(Books):
             self._move(victim, Residency.HOST)
         arrival.evicting = []
         self._copied(arrival.state)
+        self._crowded.discard(arrival.state.id)
         arrival.state.arrival = None
         if arrival.turn is None or arrival.turn.phase is not Phase.BUILD:
             arrival.state.switch.observe(self.now - arrival.begun_us)
@@ -89,7 +90,8 @@ class Copies(Books):
         coming = [member for member in coming if member.arrival is None]
         if not coming:
             return []
-        return self.residence.victims(coming, self.now, {*state.members, *keep}, self.policy.lazy)
+        lazy = self.policy.lazy and state.id not in self._crowded
+        return self.residence.victims(coming, self.now, {*state.members, *keep}, lazy)
 
     def _look_ahead(self, turn: OpenTurn) -> None:
         """Bring in the next gang beside the turn, if its bytes fit."""
@@ -100,7 +102,7 @@ class Copies(Books):
         if not any(waiter.state.residency is Residency.HOST for waiter in waiters):
             return
         state = min(waiters, key=lambda waiter: key(self, waiter)).state
-        if state.residency is not Residency.HOST or state.peers:
+        if state.residency is not Residency.HOST or state.peers or state.id in self._crowded:
             return
         at_work = {member for gpu in state.gpus if (t := self.held.get(gpu)) for member in (t.state, *t.peers)}
         victims = self.residence.victims([state], self.now, {state, *at_work, *(w.state for w in held)})

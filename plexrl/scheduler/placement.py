@@ -108,6 +108,12 @@ class Floor:
         size = self._size(spec)
         return [c.name for c in self._cards.values() if c.role in FITS[spec.role] and c.bytes >= size]
 
+    def set_paces(self, bands: Mapping[str, int]) -> None:
+        """How slow nodes' links are (`Bandwidth.bands`): of two equal places the faster is taken. Unknown: skipped."""
+        for name, band in bands.items():
+            if name in self._nodes:
+                self._nodes[name].pace = band
+
     # --- placing ------------------------------------------------------------------------------------------------------
 
     def choose(self, spec: GroupSpec, policy: Rules, tenant: Tenant) -> Placement:

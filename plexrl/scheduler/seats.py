@@ -20,6 +20,7 @@ LOOK = 8
 @dataclass(eq=False, slots=True)
 class Node:
     """A node's GPUs. host: its budget for state off the device, bytes (None: unbounded), of which `used` are promised.
+    pace: how much slower than the fastest node's its links are, in tenths; 0 also where that is not known.
 
     By the role of a group: cards, the GPUs that may take it; loads, theirs in ascending order; slack, the load that the
     members there still bear on top, in ascending order.
@@ -29,6 +30,7 @@ class Node:
     at: int
     host: int | None
     used: int = 0
+    pace: int = 0
     cards: dict[Role, list[Card]] = field(default_factory=lambda: {role: [] for role in Role})
     loads: dict[Role, list[int]] = field(default_factory=dict)
     slack: dict[Role, list[float]] = field(default_factory=dict)

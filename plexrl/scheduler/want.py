@@ -59,23 +59,23 @@ Rank = Callable[[Card, Want, int], tuple[int, ...]]
 
 
 def fill(card: Card, want: Want, load: int) -> tuple[int, ...]:
-    """The job's own GPUs first, then GPUs in use, then empty ones; the least filled among equals."""
-    return (want.job not in card.duties, not card.placed, card.filled)
+    """The job's own GPUs first, then GPUs in use, then empty ones; the least filled among equals, then faster links."""
+    return (want.job not in card.duties, not card.placed, card.filled, card.node.pace)
 
 
 def heap(card: Card, want: Want, load: int) -> tuple[int, ...]:
-    """The job's own GPUs first, then GPUs in use, then empty ones; the most loaded among equals."""
-    return (want.job not in card.duties, not card.placed, -load)
+    """The job's own GPUs first, then GPUs in use, then empty ones; the most loaded among equals, then faster links."""
+    return (want.job not in card.duties, not card.placed, -load, card.node.pace)
 
 
 def spread(card: Card, want: Want, load: int) -> tuple[int, ...]:
     """The least predicted load first, in bands; then the fewest jobs that are no partners yet; then complementary load:
-    where the members' duties are small, an arrival waits less (the sum of d*d)."""
+    where the members' duties are small, an arrival waits less (the sum of d*d). Faster links among equals."""
     strangers = 0
     for job in card.duties:
         if job not in want.partners:
             strangers += 1
-    return (load // BAND, strangers, card.squares, load)
+    return (load // BAND, strangers, card.squares, load, card.node.pace)
 
 
 def rank_of(placement: str, virtual: bool) -> Rank:

@@ -48,7 +48,7 @@ class Engine:
     running: calls under way. unreported: calls that ended, which the scheduler was not told yet. partial: paused calls
     whose drawn tokens are here. order: what it was told and has not answered. leaving: the order's victims that live.
     owner: its class; served: that of the call that ended last. unsure: its way off the device was broken off, and the
-    scheduler cannot know how far it came.
+    scheduler cannot know how far it came. crowded: its coming in was undone because host memory was short.
     """
 
     gang: Gang
@@ -65,12 +65,13 @@ class Engine:
     owner: JobClass = JobClass.NORMAL
     served: JobClass | None = None
     unsure: bool = False
+    crowded: bool = False
 
     def die(self) -> None:
         """Its processes are gone, and all that they held."""
         self.built = self.on_device = self.pausing = False
         self.order = self.moving = None
-        self.served, self.unsure = None, False
+        self.served, self.unsure, self.crowded = None, False, False
         for calls in (self.running, self.unreported, self.partial, self.leaving):
             calls.clear()
 
@@ -240,7 +241,7 @@ class Executor:
         engine.leaving = []
         if ok:
             engine.built = engine.on_device = True
-            engine.unsure = False
+            engine.unsure = engine.crowded = False
         else:
             engine.die()
             self.watch.gone(engine.gang.group)
@@ -252,7 +253,7 @@ class Executor:
             told = self.scheduler.switched if isinstance(order, Switch) else self.scheduler.prefetched
             self.do(told(self.now, order.gang, ok, moved, evicted))
 
-    def undo(self, engine: Engine, evicted: Iterable[str]) -> None:
+    def undo(self, engine: Engine, evicted: Iterable[str], crowded: bool = False) -> None:
         """The Build, Switch or Prefetch is taken back; of its victims, those in `evicted` have left all the same."""
         left = {*evicted, *(victim for victim in engine.leaving if not self.engines[victim].on_device)}
         engine.order = None
@@ -260,7 +261,8 @@ class Executor:
             self.engines[victim].unsure = False
             self.engines[victim].on_device = victim not in left
         engine.leaving = []
-        self.do(self.scheduler.undone(self.now, engine.gang.id, left))
+        engine.crowded |= crowded
+        self.do(self.scheduler.undone(self.now, engine.gang.id, left, crowded))
 
     def pause(self, engine: Engine, unfinished: Iterable[str] | None = None) -> None:
         """The engine answers the Pause; the ends of calls not in `unfinished` are reported later."""
@@ -331,7 +333,8 @@ class Executor:
             return False
         what, engine, call = random.choice(choices)
         if what == "order" and random.random() < faults:
-            self.undo(engine, [victim for victim in engine.leaving if random.random() < 0.5])
+            gone = [victim for victim in engine.leaving if random.random() < 0.5]
+            self.undo(engine, gone, crowded=random.random() < 0.3)
         elif what == "order":
             self.answer(engine, ok=random.random() >= faults)
         elif what == "pause":

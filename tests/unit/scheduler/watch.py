@@ -128,7 +128,12 @@ class Watch:
         self.asked[action.gang] = self.now
         coming = [engine, *(self.pool.engines[f"{c.peer}/0"] for c in self._unions(engine))]
         near = {gpu for one in coming for gpu in one.gang.gpus}
-        if not self.pool.policy.lazy or any(e.unsure and near & set(e.gang.gpus) for e in self.pool.engines.values()):
+        crowded = any(one.crowded for one in coming)
+        if (
+            crowded
+            or not self.pool.policy.lazy
+            or any(e.unsure and near & set(e.gang.gpus) for e in self.pool.engines.values())
+        ):
             return
         for victim in action.evict:
             other = self.pool.engines[victim]
