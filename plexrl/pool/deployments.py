@@ -23,6 +23,7 @@ class Deployments:
         turns.switches.on_built = self._built
         turns.switches.on_build_failed = self._build_failed
         turns.switches.on_lost = self.gang_lost
+        groups.tiers.on_damaged = self._damaged
         self._gang_up: dict[str, bool] = {}
         self._losing: set[str] = set()
 
@@ -264,6 +265,10 @@ class Deployments:
         for call in self._open_calls(model):
             self._turns.cancel(call, f"model {model.id} ended: {reason}", "server")
         await self._close(model)
+
+    async def _damaged(self, model: Model, why: str) -> None:
+        """What a deployment's state was spilled to cannot be read: it alone is lost."""
+        await self.end_model(model, f"its state was damaged on NVMe ({why}){model.resume}", lost=True)
 
     async def _close(self, model: Model) -> None:
         """Take back what an ended deployment had, and let the scheduler forget the groups that ended with it."""

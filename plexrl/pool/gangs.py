@@ -9,6 +9,7 @@ from plexrl.pool.book import Group
 from plexrl.pool.core import Core
 from plexrl.pool.links import OrderFailed
 from plexrl.pool.needs import group_sizes
+from plexrl.pool.slabs import Slabs
 from plexrl.types import Gang, PlexrlError, Role, Unavailable, records
 
 log = logging.getLogger("plexrl.head")
@@ -29,8 +30,9 @@ def nodes_of(gang: Gang) -> tuple[str, ...]:
 class Gangs:
     """hosts: what the leaders that are there said at their hello. attached: versions that each gang knows."""
 
-    def __init__(self, core: Core):
+    def __init__(self, core: Core, slabs: Slabs):
         self._core = core
+        self._slabs = slabs
         self._built: dict[str, asyncio.Future] = {}
         self._builds: dict[str, str] = {}  # gang -> which life of it is ours
         self.hosts: dict[str, m.HostHello] = {}
@@ -73,7 +75,7 @@ class Gangs:
         try:
             for rank in range(len(gang.gpus)):
                 spawn = self._spawn(group.placed, gang, rank, build, str(rendezvous))
-                await core.links.order(f"agent:{node_of(gang.gpus[rank])}", spawn)
+                await self._slabs.order(node_of(gang.gpus[rank]), spawn)
             async with asyncio.timeout(_BUILD_S):
                 await future
         except TimeoutError:

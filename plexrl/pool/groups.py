@@ -15,6 +15,7 @@ from plexrl.pool.profiles import Profiles
 from plexrl.pool.slabs import Slabs
 from plexrl.pool.snapshots import Snapshots
 from plexrl.pool.states import States
+from plexrl.pool.tiers import Tiers
 from plexrl.scheduler import Action
 from plexrl.types import DoesNotFit, Gang, GroupSpec, JobClass, Placement, Role, records
 
@@ -38,9 +39,10 @@ class Groups:
         self._core = core
         self._profiles = profiles
         self.asked: dict[str, Asked] = {}
-        self.gangs = Gangs(core)
         self.slabs = Slabs(core)
+        self.gangs = Gangs(core, self.slabs)
         self.states = States(core, self.gangs, self.slabs)
+        self.tiers = Tiers(core, self.gangs, self.slabs, self.states)
         self.snapshots = Snapshots(core, self.gangs, self.slabs)
 
     # -- finding and placing -------------------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ class Groups:
         elif not group.ended and not await self.states.drop(model):
             return retired
         await self.states.free(model)
+        self.tiers.forget(model)
         return retired
 
     async def tidy(self, node: str, slabs: tuple[str, ...]) -> None:

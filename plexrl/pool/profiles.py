@@ -1,13 +1,16 @@
-"""What worker groups turned out to need: kept across pools, and the first guess for the next group of its kind."""
+"""What worker groups turned out to need and how fast nodes move state: kept for the next, and for the next pool."""
 
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct, structs
 
 from plexrl.pool.core import Core
+from plexrl.scheduler import Scheduler
+from plexrl.scheduler.bandwidth import Link
 from plexrl.scheduler.load import ONE, share
 from plexrl.types import GroupSpec, Role, records
 
@@ -48,19 +51,43 @@ class _Line(Struct, frozen=True):
     profile: Profile
 
 
+class _Kept(Struct, frozen=True):
+    """The file. links: by node."""
+
+    groups: list[_Line] = []
+    links: dict[str, Link] = {}
+
+
+def path_of(state_dir: str | Path) -> Path:
+    """The file in a pool's state_dir."""
+    return Path(state_dir) / "profiles.json"
+
+
+def read(path: Path) -> _Kept:
+    """Empty when there is no file yet, or it is none of ours, which is logged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Kept)
+    except FileNotFoundError:
+        pass  # the first pool of this state_dir
+    except msgspec.MsgspecError as error:
+        log.error("%s is no table of profiles (%s): groups are placed by priors", path, error)
+    return _Kept()
+
+
 class Profiles:
     """The profiles of a pool, in state_dir. Live groups count on top of what is kept, until they end."""
 
     def __init__(self, core: Core):
         self._core = core
-        self._path = core.layout.root / "profiles.json"
-        self._kept: dict[Key, Profile] = {}
-        try:
-            self._kept = {x.key: x.profile for x in msgspec.json.decode(self._path.read_bytes(), type=list[_Line])}
-        except FileNotFoundError:
-            pass  # the first pool of this state_dir
-        except msgspec.MsgspecError as error:
-            log.error("%s is no table of profiles (%s): groups are placed by priors", self._path, error)
+        self._path = path_of(core.layout.root)
+        kept = read(self._path)
+        self._kept = {line.key: line.profile for line in kept.groups}
+        self._links = kept.links
+
+    def teach(self, scheduler: Scheduler) -> None:
+        """Tell a new scheduler what was known of the nodes' links when the last pool ended."""
+        scheduler.bandwidth.restore(self._links)
+        scheduler.floor.set_paces(scheduler.bandwidth.bands())
 
     def duty(self, key: Key) -> float | None:
         """The duty to expect of a new group; None when nothing of its kind was seen."""
@@ -88,14 +115,18 @@ class Profiles:
             self._kept[key] = _merged(self._kept.get(key), seen)
 
     def save(self) -> None:
-        """Write the file, with what live groups have shown so far."""
+        """Write the file, with what live groups and links have shown so far. Placement goes by the latter from now."""
         found = dict(self._kept)
         for _, key, seen in self.live():
             found[key] = _merged(found.get(key), seen)
-        if not found:
+        scheduler = self._core.scheduler
+        links = scheduler.bandwidth.links
+        scheduler.floor.set_paces(scheduler.bandwidth.bands())
+        if not found and not links:
             return
+        kept = _Kept([_Line(key, profile) for key, profile in found.items()], links)
         temporary = self._core.layout.run / f".profiles.{os.getpid()}"
-        temporary.write_bytes(msgspec.json.encode([_Line(key, profile) for key, profile in found.items()]))
+        temporary.write_bytes(msgspec.json.encode(kept))
         os.replace(temporary, self._path)
 
     def _key(self, placed: records.GroupPlaced) -> Key:

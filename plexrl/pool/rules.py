@@ -33,11 +33,13 @@ def scheduler_of(config: PoolConfig, gpus: Iterable[str]) -> Scheduler:
     """A scheduler for these GPUs. Raises BadInput when roles are given to GPUs that are not there."""
     sizes = dict.fromkeys(gpus, config.device.bytes)
     nodes = dict.fromkeys(gpu.rpartition(":")[0] for gpu in sizes)
+    # What host memory has no room for goes to NVMe.
+    room = config.host.bytes + (config.nvme.bytes if config.nvme else 0)
     return Scheduler(
         sizes,
         policy_of(config),
         roles=roles_of(config, sizes),
-        hosts=dict.fromkeys(nodes, config.host.bytes),
+        hosts=dict.fromkeys(nodes, room),
     )
 
 

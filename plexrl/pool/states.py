@@ -5,7 +5,7 @@ from plexrl.pool.core import Core
 from plexrl.pool.gangs import Gangs, node_of
 from plexrl.pool.needs import state_bytes
 from plexrl.pool.slabs import Slabs
-from plexrl.types import Gang
+from plexrl.types import Gang, Slab
 
 
 class States:
@@ -18,14 +18,8 @@ class States:
 
     async def create(self, model: Model) -> None:
         """Make the deployment on every rank of its trainer. Raises PlexrlError; `drop` and `free` take it back."""
-        core, created = self._core, model.created
-        gang = self._gang(model)
-        kind = core.book.groups[created.group].placed.kind
-        size = state_bytes(core.config.models[created.base], kind, created)
-        slabs = [
-            await self._slabs.allocate(node_of(gpu), name_of(model.id, rank), size, created.uid)
-            for rank, gpu in enumerate(gang.gpus)
-        ]
+        created, gang = model.created, self.gang(model)
+        slabs = [await self.slab(model, rank) for rank in range(len(gang.gpus))]
         await self._gangs.order(
             gang.id,
             "create",
@@ -44,14 +38,27 @@ class States:
 
     async def drop(self, model: Model) -> bool:
         """Have its engine host forget a deployment. False when it may still use the slabs."""
-        return await self._gangs.let_go(self._gang(model).id, "drop", {"deployment": model.id})
+        return await self._gangs.let_go(self.gang(model).id, "drop", {"deployment": model.id})
 
     async def free(self, model: Model) -> None:
         """Give its slabs back."""
-        for rank, gpu in enumerate(self._gang(model).gpus):
+        for rank, gpu in enumerate(self.gang(model).gpus):
             await self._slabs.free(node_of(gpu), name_of(model.id, rank))
 
-    def _gang(self, model: Model) -> Gang:
+    async def slab(self, model: Model, rank: int) -> Slab:
+        """The slab of one rank in its node's memory, made when there is none."""
+        gpu = self.gang(model).gpus[rank]
+        node, _, index = gpu.rpartition(":")
+        name, size = name_of(model.id, rank), self.bytes_of(model)
+        return await self._slabs.allocate(node, name, size, model.created.uid, int(index))
+
+    def bytes_of(self, model: Model) -> int:
+        """Of one slab."""
+        core, created = self._core, model.created
+        return state_bytes(core.config.models[created.base], core.book.groups[created.group].placed.kind, created)
+
+    def gang(self, model: Model) -> Gang:
+        """Where it trains."""
         (gang,) = self._core.book.groups[model.created.group].placed.placement.gangs
         return gang
 

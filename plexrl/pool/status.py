@@ -8,6 +8,7 @@ import msgspec
 from plexrl.pool.core import Core
 from plexrl.pool.layout import Layout
 from plexrl.pool.profiles import Profiles
+from plexrl.pool.tiers import Tiers
 
 # A head with many jobs explains some of them each second, in turn.
 _EXPLAIN_S = 0.02
@@ -16,10 +17,11 @@ _EXPLAIN_S = 0.02
 class Status:
     """Writes the file."""
 
-    def __init__(self, layout: Layout, core: Core, profiles: Profiles):
+    def __init__(self, layout: Layout, core: Core, profiles: Profiles, tiers: Tiers):
         self._path = layout.run / "status.json"
         self._core = core
         self._profiles = profiles
+        self._tiers = tiers
         self._told: dict[str, tuple[int, str]] = {}
 
     def write(self, state: str) -> None:
@@ -57,6 +59,8 @@ class Status:
             "gpus": gpus,
             "jobs": jobs,
             "groups": groups,
+            "links": scheduler.bandwidth.links,
+            "tiers": self._tiers.report(),
             "syncs": core.journal.syncs,
         }
         temporary = self._path.with_name(f".status.{os.getpid()}")

@@ -1,34 +1,54 @@
-"""Carries out builds and switches: victims leave, the newcomer comes in, and what was moved is written down."""
+"""Carries out builds and switches: who leaves and who comes in are told together, and the gates order the bytes.
+
+A gang that could not be moved and is where it was (undone) costs a try: the scheduler tells it again when it is next.
+After three tries in a row it is lost. A gang of which a rank dies is lost by itself: the other side goes on.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from plexrl.pool.core import Core, category_of
-from plexrl.pool.gangs import Gangs
-from plexrl.scheduler import Build, Prefetch, Switch
-from plexrl.types import Moved, PlexrlError, Unavailable, records
+from plexrl.pool.gangs import Gangs, node_of, nodes_of
+from plexrl.pool.links import OrderFailed
+from plexrl.pool.tiers import Tiers
+from plexrl.scheduler import Action, Build, Prefetch, Switch
+from plexrl.types import Moved, PlexrlError, Residency, Unavailable, records
 
 log = logging.getLogger("plexrl.head")
 _SWITCH_S = 300.0
+_TRIES = 3
+
+
+class _TakenBack(Exception):
+    """A switch was undone, and is to be tried again. crowded: because host memory was short."""
+
+    def __init__(self, crowded: bool = False):
+        super().__init__()
+        self.crowded = crowded
 
 
 class Switches:
     """One order of the scheduler's at a time for each gang; several gangs side by side."""
 
-    def __init__(self, core: Core, gangs: Gangs, perform: Callable[[list], None]):
+    def __init__(self, core: Core, gangs: Gangs, tiers: Tiers, perform: Callable[[Iterable[Action]], None]):
         self._core = core
         self._gangs = gangs
+        self._tiers = tiers
         self._perform = perform
+        self._undone: dict[str, list[str]] = {}  # gang -> why its last moves were undone, in a row
 
     async def build(self, action: Build) -> None:
         """Offload the victims, then start the gang's engine; the scheduler is told how that went."""
         core = self._core
         evicted: list[str] = []
+        if await self._clear(action.evict, evicted):
+            self._perform(core.scheduler.undone(core.now_us(), action.gang, evicted))
+            return
         try:
-            await self._offload(action.evict, evicted)
             await self._gangs.build(action.gang)
             if core.book.groups[action.gang.rpartition("/")[0]].ended:
                 raise Unavailable("its group ended meanwhile")
@@ -47,35 +67,110 @@ class Switches:
 
     async def switch(self, action: Switch | Prefetch) -> None:
         """Also beside another gang's turn: to engine hosts it is the same."""
-        core = self._core
+        core, gang = self._core, action.gang
         answer = core.scheduler.switched if isinstance(action, Switch) else core.scheduler.prefetched
         evicted: list[str] = []
-        moved: dict[str, Moved] = {}
         try:
-            await self._offload(action.evict, evicted)
-            moved = await self._move(action.gang, "load")
-        except PlexrlError as error:
-            log.error("%s was not switched in: %s", action.gang, error)
-            await self._gangs.kill(action.gang)
-            self._perform(answer(core.now_us(), action.gang, False, moved, evicted))
-            self.on_lost(action.gang, str(error))
+            moved = await self._cross(action, evicted)
+        except _TakenBack as back:
+            self._perform(core.scheduler.undone(core.now_us(), gang, evicted, back.crowded))
             return
-        self._perform(answer(core.now_us(), action.gang, True, moved, evicted))
+        except PlexrlError as error:
+            # Whose rank died is being given up already.
+            ours, why = self._gangs.disown(gang), self._reason(gang, error)
+            await self._gangs.kill(gang)
+            self._perform(answer(core.now_us(), gang, False, {}, evicted))
+            if ours:
+                self.on_lost(gang, why)
+            return
+        self._undone.pop(gang, None)
+        self._perform(answer(core.now_us(), gang, True, moved, evicted))
 
-    async def _offload(self, victims: tuple[str, ...], evicted: list[str]) -> None:
-        for result, victim in zip(
-            await asyncio.gather(*(self._move(v, "offload") for v in victims), return_exceptions=True),
-            victims,
-            strict=True,
-        ):
-            if isinstance(result, PlexrlError):
-                self.on_lost(victim, str(result))
-                # Nothing may come into its place while one of its ranks could still write there.
-                await self._gangs.kill(victim)
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                evicted.append(victim)
+    # -- who comes -----------------------------------------------------------------------------------------------------
+
+    async def _cross(self, action: Switch | Prefetch, evicted: list[str]) -> dict[str, Moved]:
+        """One comes, the others leave. Raises _TakenBack, or what the gang is lost by."""
+        gang = action.gang
+        await self._supply(action, evicted)
+        begun = time.monotonic()
+        going = [victim for victim in action.evict if victim not in evicted]
+        came, stay = await asyncio.gather(self._move(gang, "load"), self._clear(going, evicted), return_exceptions=True)
+        if isinstance(stay, BaseException):
+            raise stay
+        if isinstance(came, PlexrlError) and _undone(came):
+            # Who could not have the bytes because another one stayed on them is not to blame.
+            if stay or not self._tired(gang, came):
+                raise _TakenBack from came
+        if isinstance(came, BaseException):
+            raise came
+        while stay:
+            stay = await self._clear(stay, evicted)
+        took = time.monotonic() - begun
+        copies = max((part.seconds for part in came.values()), default=0.0)
+        for node in nodes_of(self._gangs.find(gang)[1]):
+            self._core.scheduler.bandwidth.took(node, round(took * 1e6), round(copies * 1e6))
+        return came
+
+    async def _supply(self, action: Switch | Prefetch, evicted: list[str]) -> None:
+        """Have the gang's state in host memory. Where that is short, its victims leave first, and may be spilled."""
+        gang, patient = action.gang, action.gang in self._undone
+        try:
+            try:
+                await self._tiers.bring_gang(gang, patient=False)
+            except OrderFailed as error:
+                if error.category != "user" or isinstance(action, Prefetch):
+                    raise
+                if await self._clear(action.evict, evicted):
+                    raise _TakenBack from error
+                await self._tiers.bring_gang(gang, patient, evicted)
+        except OrderFailed as error:
+            if error.category == "user" and (isinstance(action, Prefetch) or not self._tired(gang, error)):
+                raise _TakenBack(crowded=True) from error
+            raise
+        group, _ = self._gangs.find(gang)
+        if group.ended:
+            raise Unavailable(f"its group ended meanwhile: {group.ended}")
+
+    # -- who leaves ----------------------------------------------------------------------------------------------------
+
+    async def _clear(self, victims: Iterable[str], evicted: list[str]) -> list[str]:
+        """Have all of them leave their devices. Those that stay, to be tried again; those that are lost are none."""
+        victims = list(victims)
+        left = await asyncio.gather(*(self._leave(victim, evicted) for victim in victims))
+        return [victim for victim, gone in zip(victims, left, strict=True) if not gone]
+
+    async def _leave(self, victim: str, evicted: list[str]) -> bool:
+        """Whether the victim's bytes are free: it has left (and is in `evicted`), or is lost and its ranks are gone."""
+        try:
+            self._check_promise(victim, await self._move(victim, "offload"))
+        except PlexrlError as error:
+            if _undone(error) and not self._tired(victim, error):
+                return False
+            ours, why = self._gangs.disown(victim), self._reason(victim, error)
+            if ours:
+                self.on_lost(victim, why)
+            # Nothing may come into its place while one of its ranks could still write there.
+            await self._gangs.kill(victim)
+            state = self._core.scheduler.gangs.get(victim)
+            if state is not None and state.residency is Residency.OFFLOADING:
+                # Before the answer to the switch, which tells of victims that live.
+                self._perform(self._core.scheduler.lost(self._core.now_us(), victim))
+            return True
+        self._undone.pop(victim, None)
+        evicted.append(victim)
+        return True
+
+    def _check_promise(self, gang_id: str, moved: dict[str, Moved]) -> None:
+        """What a gang's processes keep on a GPU when they sleep was promised when it was placed. Raises PlexrlError."""
+        promised = self._gangs.find(gang_id)[0].placed.spec.residual_bytes
+        for gpu, part in moved.items():
+            if part.residual_bytes > promised:
+                raise PlexrlError(
+                    f"its processes keep {part.residual_bytes} bytes of {gpu} now that it sleeps, and {promised} were "
+                    "promised when it was placed"
+                )
+
+    # -- both ----------------------------------------------------------------------------------------------------------
 
     async def _move(self, gang_id: str, verb: str) -> dict[str, Moved]:
         core = self._core
@@ -87,10 +182,30 @@ class Switches:
         for gpu, part in moved.items():
             record = records.Switched(now_us=core.now_us(), gang=gang_id, gpu=gpu, incoming=verb == "load", moved=part)
             core.commit(record, durable=False)
+            core.scheduler.bandwidth.moved(node_of(gpu), part)
         return moved
+
+    def _tired(self, gang_id: str, error: PlexrlError) -> bool:
+        """Count a move that was undone. True when there were too many in a row."""
+        why = self._undone.setdefault(gang_id, [])
+        why.append(str(error))
+        log.warning("a move of %s was undone, the %d. in a row: %s", gang_id, len(why), error)
+        return len(why) >= _TRIES
+
+    def _reason(self, gang_id: str, error: PlexrlError) -> str:
+        """Why a gang is given up."""
+        tries = self._undone.pop(gang_id, [])
+        why = f"{_TRIES} moves in a row were undone: {'; '.join(tries)}" if len(tries) == _TRIES else str(error)
+        log.error("%s was not moved: %s", gang_id, why)
+        return why
 
     # -- set by the head -----------------------------------------------------------------------------------------------
 
     on_built: Callable[[str], None] = staticmethod(lambda gang: None)
     on_build_failed: Callable[[str, PlexrlError], None] = staticmethod(lambda gang, why: None)
     on_lost: Callable[[str, str], None] = staticmethod(lambda gang, why: None)
+
+
+def _undone(error: PlexrlError) -> bool:
+    """Whether everybody is where they were."""
+    return isinstance(error, OrderFailed) and error.category == "undone"

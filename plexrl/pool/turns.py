@@ -31,8 +31,8 @@ class Turns:
         self._groups = groups
         groups.perform = self.perform
         self.decisions = Decisions()
-        self.switches = Switches(core, groups.gangs, self.perform)
-        self._works = Works(core, groups.gangs, groups.snapshots, self._over)
+        self.switches = Switches(core, groups.gangs, groups.tiers, self.perform)
+        self._works = Works(core, groups, self._over)
         self._results = Results(core, groups.snapshots)
         self._mail: dict[str, asyncio.Queue] = {}
         self._tries: dict[str, int] = {}
@@ -73,6 +73,8 @@ class Turns:
             core.when_settled(outcome.id, acknowledge)
             return
         call = entry.accepted.call
+        if call.seq is not None:
+            self._groups.tiers.used(call.deployment)
         core.faults.hit(f"applied-{call.kind}")
         record = records.CallEnded(
             now_us=core.now_us(),
@@ -87,6 +89,7 @@ class Turns:
             wall_us=outcome.wall_us,
             gang=gang_id,
             moved_bytes=outcome.moved_bytes,
+            moved_us=outcome.moved_us,
         )
         if outcome.ok:
             record = self._results.complete(entry.accepted, record)

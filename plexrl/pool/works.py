@@ -11,9 +11,8 @@ import msgspec
 
 from plexrl.pool import messages as m
 from plexrl.pool.core import Core, category_of
-from plexrl.pool.gangs import Gangs
+from plexrl.pool.groups import Groups
 from plexrl.pool.layout import meta_of
-from plexrl.pool.snapshots import Snapshots
 from plexrl.scheduler import Gather, Run
 from plexrl.types import CallKind, PlexrlError, records
 
@@ -23,10 +22,11 @@ log = logging.getLogger("plexrl.head")
 class Works:
     """on_over: tells the scheduler of a call that will not begin after all."""
 
-    def __init__(self, core: Core, gangs: Gangs, snapshots: Snapshots, on_over: Callable[[str], None]):
+    def __init__(self, core: Core, groups: Groups, on_over: Callable[[str], None]):
         self._core = core
-        self._gangs = gangs
-        self._snapshots = snapshots
+        self._gangs = groups.gangs
+        self._snapshots = groups.snapshots
+        self._tiers = groups.tiers
         self._on_over = on_over
         self._taking: dict[str, asyncio.Future] = {}  # samples on their way from one replica to another
         self._drawn: dict[str, object] = {}  # what was drawn of samples that have changed their replica
@@ -59,6 +59,8 @@ class Works:
     async def _prepare(self, gang_id: str, accepted: records.CallAccepted) -> m.Work:
         core, call = self._core, accepted.call
         args = dict(accepted.work)
+        if call.seq is not None:
+            await self._tiers.bring(core.book.models[call.deployment])
         if call.kind is CallKind.SAVE_STATE:
             await asyncio.to_thread(_note, Path(str(args["folder"])), msgspec.json.encode(args["meta"]))
         elif call.kind is CallKind.PUBLISH:

@@ -178,7 +178,7 @@ class CallAccepted(Record):
 class CallEnded(Record):
     """(durable) ok, or error with its category (user, server, cancelled). cpu_us: the busiest rank's CPU time.
 
-    moved_bytes: adapter bytes that all ranks had to move, out and in, before the call could run.
+    moved_bytes: state that all ranks had to move, out and in, before the call could run; moved_us: what that took.
     """
 
     id: str
@@ -193,6 +193,7 @@ class CallEnded(Record):
     gang: str = ""
     headers: dict[str, str] = {}
     moved_bytes: int = 0
+    moved_us: int = 0
 
 
 class Delivered(Record):

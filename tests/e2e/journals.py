@@ -1,5 +1,7 @@
 """What the tests ask a pool's journal."""
 
+import json
+
 from plexrl.types import records
 
 from .localpool import LocalPool
@@ -8,6 +10,11 @@ from .localpool import LocalPool
 def of_kind(pool: LocalPool, kind: type) -> list:
     """Records of one type."""
     return [record for record in pool.records() if isinstance(record, kind)]
+
+
+def status_of(pool: LocalPool) -> dict:
+    """What the head said of itself within the last second or so."""
+    return json.loads((pool.state / "run" / "status.json").read_text())
 
 
 def model_of(checkpoint: str) -> str:

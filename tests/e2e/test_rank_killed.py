@@ -5,8 +5,9 @@ import pytest
 
 from plexrl.types import records
 
-from .journals import applied_once, checkpoint_files, model_of, of_kind
+from .journals import applied_once, checkpoint_files, model_of, of_kind, status_of
 from .localpool import LocalPool, finish
+from .small import device_for_one
 
 
 def ranks(pool: LocalPool) -> list[psutil.Process]:
@@ -47,6 +48,38 @@ def test_in_the_middle_of_a_call(local_pool, tmp_path, rank, gpus):
     assert applied_once(pool, model_of(finish(other)["checkpoint"])) == 3 * 30 + 1
     lost = {r.model for r in of_kind(pool, records.ModelEnded) if r.lost}
     assert lost == {model_of(seen["kept"])}
+
+
+@pytest.mark.parametrize("side", ["newcomer", "victim"])
+def test_in_the_middle_of_a_switch(local_pool, tiny_model, tmp_path, side):
+    """One side of a switch stands still, and then dies: the other side of the gate goes on."""
+    pool = local_pool(device=device_for_one(tiny_model))
+    program = pool.popen("survivor.py", "--rank", "0", "--hit", str(tmp_path), "--wait")
+    pool.wait_until("it has saved", (tmp_path / "hit.saved").exists)
+    (mine,) = ranks(pool)
+    other = pool.popen("sft.py", "--rank", "0", "--folder", str(tmp_path), "--name", "other", "--lr", "1e-3")
+    pool.wait_until("the other is there in its place", (tmp_path / "other.ready").exists)
+    (theirs,) = [rank for rank in ranks(pool) if rank.pid != mine.pid]
+    doomed = mine if side == "newcomer" else theirs
+    doomed.suspend()
+    (tmp_path / "hit.go").touch()
+    pool.wait_until("a switch is under way", lambda: status_of(pool)["gpus"]["local:0"]["phase"] == "switch")
+    doomed.kill()
+    seen = finish(program)
+    assert seen["after"][0] < seen["before"][1]
+    (tmp_path / "go").touch()
+    lost = {r.model for r in of_kind(pool, records.ModelEnded) if r.lost}
+    if side == "newcomer":
+        assert len(seen["errors"]) == 2
+        assert all(f"last checkpoint is {seen['kept']}" in error for error in seen["errors"]), seen["errors"]
+        assert applied_once(pool, model_of(finish(other)["checkpoint"])) == 3 * 6 + 1
+        assert lost == {model_of(seen["kept"])}
+    else:
+        assert seen["errors"] == []
+        assert other.wait(timeout=120) != 0
+        assert lost == {r.model for r in of_kind(pool, records.ModelCreated)} - {
+            model_of(seen[saved]) for saved in ("kept", "checkpoint")
+        }
 
 
 def test_a_replica_that_draws(local_pool, tmp_path):

@@ -41,6 +41,19 @@ def beside(pool: LocalPool) -> int:
     )
 
 
+def crossings(pool: LocalPool) -> int:
+    """How many gangs came in while another one left the same GPU."""
+    moves = [
+        (record.incoming, record.gpu, record.now_us - int(record.moved.seconds * 1e6), record.now_us)
+        for record in of_kind(pool, records.Switched)
+        if record.moved.seconds
+    ]
+    coming, going = ([move[1:] for move in moves if move[0] is way] for way in (True, False))
+    return sum(
+        any(gpu == other and start < stop and begin < end for other, begin, stop in going) for gpu, start, end in coming
+    )
+
+
 def test_the_next_group_comes_in_beside_the_turn_and_the_bits_are_the_same(local_pool, tiny_model, tmp_path):
     """Three trainers on a device for two: one of those that wait leaves for the other while the third works."""
     full = sizing.sizes(str(tiny_model), "float32", Role.TRAIN, "full", 1, 8, 0).device_bytes
@@ -57,13 +70,16 @@ def test_the_next_group_comes_in_beside_the_turn_and_the_bits_are_the_same(local
     for program in together:
         same_training(pool, alone, finish(program))
     assert beside(pool) > 0, decisions(pool)
+    assert crossings(pool) > 0
     written, placed = decisions(pool), of_kind(pool, records.GroupPlaced)
     # Whether a turn found its gang there already, or waited for it, is a matter of milliseconds.
     began = {entry["reason"] for entry in written if entry["what"] == "began"}
     assert "build" in began and began & {"switch", "prefetched", "resident"}
     assert all(entry["waited_us"] >= 0 for entry in written if entry["what"] == "began")
     pool.stop()
-    (line,) = json.loads((pool.state / "profiles.json").read_text())
+    kept = json.loads((pool.state / "profiles.json").read_text())
+    assert kept["links"]["local"]["gbps_in"] > 0 and kept["links"]["local"]["gbps_out"] > 0
+    (line,) = kept["groups"]
     assert (line["key"]["base"], line["key"]["role"], line["key"]["kind"]) == ("tiny", "train", "full")
     assert 0 < line["profile"]["duty"] <= 1 and line["profile"]["steps"] == 4 * 6
     # The first was placed by a prior; those after it by what it had shown.

@@ -15,6 +15,7 @@ from tinker import types
 parser = argparse.ArgumentParser()
 parser.add_argument("--rank", type=int, default=0)
 parser.add_argument("--hit", type=Path, help="folder in which hit.calling is written when the call is on its way")
+parser.add_argument("--wait", action="store_true", help="before that call: write hit.saved, and wait for hit.go")
 args = parser.parse_args()
 draw = random.Random(5)
 
@@ -45,6 +46,10 @@ trainer = service.create_lora_training_client("tiny", rank=args.rank, seed=1).re
 batch, long = data(8), data(400)
 seen["before"] = train(trainer, batch, 2)
 seen["kept"] = trainer.save_state("kept").result().path
+if args.wait:
+    (args.hit / "hit.saved").touch()
+    while not (args.hit / "hit.go").exists():
+        time.sleep(0.01)
 if args.hit is not None:
     doomed = trainer.forward_backward(long, "cross_entropy")
     time.sleep(0.3)

@@ -10,9 +10,9 @@ import pytest
 from plexrl.config import PoolConfig
 from plexrl.pool.book import Book
 from plexrl.pool.layout import Layout
-from plexrl.pool.profiles import EVERYBODY, Profiles
+from plexrl.pool.profiles import EVERYBODY, Profiles, read
 from plexrl.pool.rules import scheduler_of
-from plexrl.types import Call, CallKind, GroupSpec, Role, records
+from plexrl.types import Call, CallKind, GroupSpec, Moved, Role, records
 
 S = 1_000_000
 
@@ -78,7 +78,7 @@ def test_what_was_seen_is_the_next_guess(tmp_path):
     second.book.apply(records.GroupEnded(now_us=9, group="g", reason="over"))
     assert second.profiles.duty(key) == pytest.approx((5 / 17 + 1) / 2)  # both weigh the same
     second.profiles.save()
-    (line,) = msgspec.json.decode((tmp_path / "state" / "profiles.json").read_bytes())
+    (line,) = msgspec.json.decode((tmp_path / "state" / "profiles.json").read_bytes())["groups"]
     assert line["profile"]["steps"] == 10
     assert line["profile"]["expected"] == pytest.approx(5 / 17, abs=1e-6)
 
@@ -115,3 +115,25 @@ def test_a_spoilt_file_is_told_and_left_aside(tmp_path, caplog):
         pool = Pool(tmp_path)
     assert "profiles.json" in caplog.text
     assert pool.profiles.duty(pool.profiles.key("none", Role.TRAIN, "full", "7.0")) is None
+
+
+def test_links_outlive_a_pool_and_the_faster_node_is_taken_among_equals(tmp_path):
+    first = Pool(tmp_path)
+    for node, seconds in (("n", 0.4), ("m", 0.1)):
+        first.scheduler.bandwidth.moved(node, Moved(bytes_in=1 << 30, seconds=seconds))
+        first.scheduler.bandwidth.moved(node, Moved(bytes_out=1 << 30, seconds=seconds))
+    first.profiles.save()
+    assert links_kept(tmp_path)["m"]["gbps_in"] == pytest.approx(10.737, abs=0.01)
+
+    second = Pool(tmp_path)
+    scheduler = scheduler_of(second.config, ["n:0", "m:0"])
+    second.profiles.teach(scheduler)
+    spec = GroupSpec(group="g", role=Role.TRAIN, owner="7.0", gang_size=1, replicas=1, device_bytes=1 << 30)
+    (gang,) = scheduler.place(0, spec).gangs
+    assert gang.gpus == ("m:0",)
+    assert scheduler.gangs["g/0"].switch.mean == pytest.approx(0.1 * S, rel=0.01)
+    assert read(tmp_path / "state" / "profiles.json").links["n"].moves == 2
+
+
+def links_kept(root: Path) -> dict:
+    return msgspec.json.decode((root / "state" / "profiles.json").read_bytes())["links"]
