@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from plexrl.accounting.trace import Trace, traces
+from plexrl.scheduler.bandwidth import Link
 from plexrl.sim import trace as t
 from plexrl.types import BadInput, Call, SpanClass
 from plexrl.types import records as r
@@ -21,10 +22,11 @@ def export(
     policy: Mapping[str, object] | None = None,
     gpu_bytes: int = 0,
     host_bytes: int = 0,
+    links: Mapping[str, Link] | None = None,
 ) -> t.Recording:
-    """The ledger's records as a trace. user: only this user's jobs, their calls and groups; the classes are the
-    pool's. Calls that never ran (refused, cancelled in the queue) and those of jobs that never attached are left out.
-    Raises BadInput when nothing is left.
+    """The ledger's records as a trace. links: of nodes, as the pool has learned them. user: only this user's jobs,
+    their calls and groups; the classes are the pool's. Calls that never ran (refused, cancelled in the queue) and those
+    of jobs that never attached are left out. Raises BadInput when nothing is left.
     """
     epochs = [record for record in records if isinstance(record, r.EpochStarted)]
     if not epochs:
@@ -64,6 +66,7 @@ def export(
         ),
         jobs=[_job(trace, spans, zero) for trace in jobs.values()],
         groups=[_group(group, spans) for group in groups],
+        links=[_link(node, link) for node, link in sorted((links or {}).items())],
         moves=[_move(move, zero) for move in spans.moves if move.gang.rpartition("/")[0] in used],
         calls=[_shifted(call, zero) for call in calls],
     )
@@ -197,6 +200,17 @@ def _group(placed: r.GroupPlaced, spans: _Spans) -> t.Group:
     )
 
 
+def _link(node: str, link: Link) -> t.Link:
+    return t.Link(
+        node=node,
+        gbps_in=link.gbps_in,
+        gbps_out=link.gbps_out,
+        gbps_refill=link.gbps_refill,
+        gbps_spill=link.gbps_spill,
+        overhead_us=link.overhead_us,
+    )
+
+
 def _move(record: r.Switched, zero: int) -> t.Move:
     moved = record.moved
     return t.Move(
@@ -208,4 +222,5 @@ def _move(record: r.Switched, zero: int) -> t.Move:
         bytes_out=moved.bytes_out,
         bytes_clean=moved.bytes_clean,
         took_us=round(moved.seconds * 1e6),
+        waited_us=round(moved.waited_s * 1e6),
     )

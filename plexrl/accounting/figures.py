@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from plexrl.accounting.charges import MINUTE_US
+from plexrl.accounting.moves import total
 from plexrl.accounting.published import Job, Published
 from plexrl.types import BadInput, SpanClass
 
@@ -72,6 +73,8 @@ def figures(
                 SpanClass.DRAIN,
             )
         },
+        "switch_gpu_seconds": _s(sum(m.classes.get(SpanClass.SWITCH, 0) for m in minutes)),
+        "moved": total(m for m in published.moves if since_us is None or m.start_us >= begin),
         "jobs": [_job(job, begin if since_us is not None else None) for job in jobs],
         "notes": published.notes,
     }

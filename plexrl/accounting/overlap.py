@@ -1,6 +1,6 @@
 """What a run shows beside its ledger: how well one job's stalls were filled by another, and what switches moved."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from plexrl.accounting.sweep import union
 from plexrl.types import SpanClass
@@ -31,14 +31,20 @@ def stall_overlap(
 
 def common_us(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int:
     """Length of the intersection of two lists of sorted, disjoint intervals."""
-    i = j = common = 0
+    return sum(end - start for start, end in common(a, b))
+
+
+def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The intersection of two lists of sorted, disjoint intervals."""
+    i = j = 0
     while i < len(a) and j < len(b):
-        common += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            yield start, end
         if a[i][1] <= b[j][1]:
             i += 1
         else:
             j += 1
-    return common
 
 
 def switch_totals(records: Iterable[r.Record]) -> tuple[int, int]:

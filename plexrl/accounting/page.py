@@ -6,7 +6,17 @@ from plexrl.accounting.drawings import savings, waterfall
 from plexrl.accounting.published import Published
 from plexrl.accounting.style import STYLE, hatch
 from plexrl.accounting.timeline import liveliest, timeline
-from plexrl.accounting.words import MEANING, Unit, clock, duration, minus, percent, sacct_words, saved_words
+from plexrl.accounting.words import (
+    MEANING,
+    Unit,
+    clock,
+    duration,
+    minus,
+    moved_words,
+    percent,
+    sacct_words,
+    saved_words,
+)
 
 _COLOURS = 8
 
@@ -18,7 +28,7 @@ def page(found: dict, published: Published) -> str:
     parts = [_head(found), _cards(found, unit)]
     parts.append(_section("Saved", savings(found, unit), _saving_words(found)))
     parts.append(_section("What each GPU did", _timelines(found, published, colours), ""))
-    parts.append(_section("Where the GPU time went", waterfall(found, unit, colours), _sacct_words(found, unit)))
+    parts.append(_section("Where the GPU time went", waterfall(found, unit, colours), _where_words(found, unit)))
     if found["jobs"]:
         parts.append(_section("Jobs", _jobs(found["jobs"], unit, colours), _jobs_words(unit)))
     parts += [_section("Notes", "".join(f"<p>{escape(n)}</p>" for n in found["notes"]), "")] if found["notes"] else []
@@ -64,9 +74,10 @@ def _cards(found: dict, unit: Unit) -> str:
     return f'<div class="cards">{html}</div>'
 
 
-def _sacct_words(found: dict, unit: Unit) -> str:
+def _where_words(found: dict, unit: Unit) -> str:
     sacct = found["sacct_gpu_seconds"]
-    return sacct_words(found) + "." if sacct is None else f"By sacct: {unit(sacct)} {unit.name}, {sacct_words(found)}."
+    words = sacct_words(found) + "." if sacct is None else f"By sacct: {unit(sacct)} {unit.name}, {sacct_words(found)}."
+    return f"{words} {moved_words(found, unit)}"
 
 
 def _saving_words(found: dict) -> str:
@@ -103,7 +114,7 @@ def _timelines(found: dict, published: Published, colours: dict[str, str]) -> st
 
 
 def _jobs(jobs: list[dict], unit: Unit, colours: dict[str, str]) -> str:
-    heads = "job user account charged dedicated saved GPUs wall alone stretch wait/call calls".split()
+    heads = "job user account charged switch dedicated saved GPUs wall alone stretch wait/call calls".split()
     rows = []
     for job in jobs:
         state = " (running)" if job["running"] else ""
@@ -113,6 +124,7 @@ def _jobs(jobs: list[dict], unit: Unit, colours: dict[str, str]) -> str:
         ]
         numbers = [
             unit(job["charged"]),
+            unit(job["switch"]),
             unit(job["dedicated"]),
             unit(job["saved"]),
             str(job["dedicated_gpus"]),
@@ -130,8 +142,8 @@ def _jobs(jobs: list[dict], unit: Unit, colours: dict[str, str]) -> str:
 
 def _jobs_words(unit: Unit) -> str:
     return (
-        f"Charged, dedicated and saved in {unit.name}. A job's saved is its dedicated run less its charge; the pool "
-        "owner's overhead is in the pool's saved only. GPUs: what its dedicated run would hold."
+        f"Charged (switch: a part of it), dedicated and saved in {unit.name}. A job's saved is its dedicated run less "
+        "its charge; the pool owner's overhead is in the pool's saved only. GPUs: what its dedicated run would hold."
     )
 
 

@@ -6,6 +6,7 @@ from msgspec import Struct, field, structs
 
 from plexrl.accounting.causes import causes
 from plexrl.accounting.charges import MINUTE_US, Minute, charge
+from plexrl.accounting.moves import Moves, moves
 from plexrl.accounting.replay import Replay, colocated, separate
 from plexrl.accounting.sweep import Segment, held, segments, spans
 from plexrl.accounting.trace import Trace, traces
@@ -54,8 +55,8 @@ class Job(Struct):
 class Published(Struct):
     """The state of a pool's accounts at until_us. uid: who may read it, None for the whole.
 
-    running: a head was at work. slurm_jobs: the pool's own Slurm jobs. ideal_us: the least that any sharing of these
-    jobs could have cost. device_bytes: of a GPU; None where unknown.
+    moves: by minute. running: a head was at work. slurm_jobs: the pool's own Slurm jobs. ideal_us: the least that any
+    sharing of these jobs could have cost. device_bytes: of a GPU; None where unknown.
     """
 
     pool: str
@@ -71,6 +72,7 @@ class Published(Struct):
     notes: list[str]
     ideal_us: int
     device_bytes: int | None = None
+    moves: list[Moves] = field(default_factory=list)
 
 
 def horizon(records: Sequence[r.Record], intervals: Iterable[r.AgentInterval], now_us: int) -> tuple[int, bool]:
@@ -128,6 +130,7 @@ def compute(
         notes=causes(records, laid, holding),
         ideal_us=max([work, *(job.gpus * job.replayed_us for job in jobs)]),
         device_bytes=device_bytes,
+        moves=moves(records, laid, until),
     )
 
 

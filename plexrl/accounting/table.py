@@ -4,7 +4,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plexrl.accounting.words import Unit, clock, duration, minus, percent, sacct_words, saved_words
+from plexrl.accounting.words import Unit, clock, duration, minus, moved_words, percent, sacct_words, saved_words
 from plexrl.types import SpanClass
 
 _STYLE = {
@@ -22,6 +22,7 @@ def render(found: dict, own_only: bool) -> RenderableType:
     """figures() as something that rich prints. own_only: the reader sees own jobs only; said at the end."""
     unit = Unit(max(found["pool_gpu_seconds"], found["dedicated_gpu_seconds"]))
     parts: list[RenderableType] = [_title(found), Text(), _sums(found, unit), Text(), _classes(found)]
+    parts.append(Text(moved_words(found, unit), style="dim"))
     if found["jobs"]:
         parts += [Text(), _jobs(found["jobs"], unit)]
     parts += [Text(note, style="yellow") for note in found["notes"]]
@@ -78,7 +79,7 @@ def _jobs(jobs: list[dict], unit: Unit) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("job", "user", "account"):
         table.add_column(column, no_wrap=True)
-    for column in ("charged", "dedicated", "saved", "GPUs", "wall", "stretch"):
+    for column in ("charged", "switch", "dedicated", "saved", "GPUs", "wall", "stretch"):
         table.add_column(column, justify="right", no_wrap=True)
     for job in jobs:
         table.add_row(
@@ -86,13 +87,14 @@ def _jobs(jobs: list[dict], unit: Unit) -> Table:
             job["user"],
             job["account"],
             unit(job["charged"]),
+            unit(job["switch"]),
             unit(job["dedicated"]),
             unit(job["saved"]),
             str(job["dedicated_gpus"]),
             duration(job["wall_seconds"]),
             "-" if job["stretch"] is None else minus(f"{job['stretch']:.2f}"),
         )
-    caption = f"{unit.name}; a job's saved = its dedicated - its charge, the pool's overhead left out"
+    caption = f"{unit.name}; switch: a part of charged; a job's saved = its dedicated - its charge, without overhead"
     if any(job["running"] for job in jobs):
         caption += "; * still running"
     table.caption, table.caption_justify = caption, "left"

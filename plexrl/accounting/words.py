@@ -58,6 +58,31 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def size(count: float) -> str:
+    """Bytes: 12 MiB, 3.4 GiB."""
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = 0
+    count /= 1024
+    while count >= 1024 and power + 1 < len(units):
+        count, power = count / 1024, power + 1
+    return f"{count:,.{1 if power > 1 else 0}f} {units[power]}"
+
+
+def moved_words(found: dict, unit: Unit) -> str:
+    """What switches cost and moved, and what of that nobody waited for."""
+    moved = found["moved"]
+    share = percent(found["shares"]["switch"], 1)
+    words = (
+        f"Switches: {unit(found['switch_gpu_seconds'])} {unit.name} exposed, {share} of the pool; "
+        f"{size(moved['bytes_in'])} in, {size(moved['bytes_out'])} out, {size(moved['bytes_clean'])} clean and not "
+        f"moved. Beside work, and in no sum: {unit(moved['hidden_gpu_seconds'])} {unit.name} of copies."
+    )
+    if moved["bytes_in_calls"]:
+        waited = unit(moved["in_calls_gpu_seconds"])
+        words += f" Within calls: {size(moved['bytes_in_calls'])}, {waited} {unit.name} of busy."
+    return words
+
+
 def sacct_words(found: dict) -> str:
     """What is said of Slurm's own sum."""
     if found["sacct_gpu_seconds"] is None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from plexrl.accounting.ledger import read
 from plexrl.accounting.overlap import stall_overlap, switch_totals
+from plexrl.accounting.words import percent, size
 from plexrl.slurm.adapter import JobInfo
 from plexrl.slurm.devcluster import DEFAULT_DIR, Cluster
 from plexrl.types import PlexrlError, Role, SpanClass, Unavailable, records
@@ -285,9 +286,12 @@ class Demo:
             table.add_row(*(str(cell) for cell in cells))
         console.print(table)
         print(self._plexrl("report", "--pool", POOL))
-        gib = found["switched_bytes"] / 2**30
+        report = found["report"]
+        exposed = ", ".join(f"{job['user']} {job['switch']:.1f}" for job in report["jobs"])
         console.print(
-            f"{found['switches']} switches moved {gib:.1f} GiB; GPUs that served both jobs: "
+            f"{found['switches']} switches moved {size(found['switched_bytes'])}; exposed, GPU-seconds: {exposed}, "
+            f"{percent(report['shares']['switch'], 1)} of the pool; copies beside work: "
+            f"{report['moved']['hidden_gpu_seconds']:.1f}; GPUs that served both jobs: "
             f"{', '.join(found['gpus_that_served_both']) or 'none'}; during {found['stall_overlap']:.0%} of bob's tool "
             "seconds alice's job was busy on the same GPUs"
         )
