@@ -13,6 +13,7 @@ from plexrl.accounting.ledger import read
 from plexrl.cli.books import trusted
 from plexrl.config.schema import Device, Host, SchedulerPolicy
 from plexrl.config.source import Source
+from plexrl.pool import profiles
 from plexrl.pool.layout import Layout
 from plexrl.sim import trace as traces
 from plexrl.types import BadInput, Unavailable
@@ -45,7 +46,14 @@ def export(
     declared = trusted(registry, pool_uids).declared(pool)
     ledger = _ledger(declared)
     policy, gpu_bytes, host_bytes = _configured(Path(declared.config))
-    recording = exported(read(ledger), user=user, policy=policy, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    recording = exported(
+        read(ledger),
+        user=user,
+        policy=policy,
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        links=profiles.read(profiles.path_of(declared.state_dir)).links,
+    )
     if out is None:
         sys.stdout.buffer.write(traces.encode(recording))
         return

@@ -114,7 +114,18 @@ def _batches(calls: Sequence[Request]) -> list[float]:
 
 
 def fit_switch(recording: Recording) -> SwitchModel:
-    """Bandwidths from the copies; the overhead is what the switches took beyond them. Without copies: the prior's."""
+    """As the pool had learned its links: their mean over the nodes that were seen; who comes and who leaves cross.
+
+    A trace without links: bandwidths from the copies; the overhead is what the switches took beyond them, one half
+    after the other. Without copies: the prior's.
+    """
+    if recording.links:
+        return SwitchModel(
+            gbps_in=_mean([link.gbps_in for link in recording.links]) or SWITCH_PRIOR.gbps_in,
+            gbps_out=_mean([link.gbps_out for link in recording.links]) or SWITCH_PRIOR.gbps_out,
+            overhead_us=sum(link.overhead_us for link in recording.links) // len(recording.links),
+            exchange=True,
+        )
     leads = {seat.gang: seat.gpus[0] for group in recording.groups for seat in group.seats}
     seats = [seat for group in recording.groups for seat in group.seats]
     switches = sum(seat.switches for seat in seats)
@@ -128,6 +139,12 @@ def fit_switch(recording: Recording) -> SwitchModel:
         overhead_us=SWITCH_PRIOR.overhead_us if overhead is None else overhead,
         exchange=False,
     )
+
+
+def _mean(rates: Sequence[float]) -> float:
+    """Of those that were seen."""
+    seen = [rate for rate in rates if rate]
+    return sum(seen) / len(seen) if seen else 0.0
 
 
 def _rate(moves: Sequence[Move]) -> float:

@@ -1,8 +1,8 @@
 """A recorded run as one file of JSON lines, from a live pool (`plexrl trace export`): schema, reading, writing.
 
-The first line is the header; then, in any order, jobs, groups, switches and calls. Each line is an object whose `type`
-says which. Times are integer microseconds: `at`-like fields count from the header's from_us. No line holds what users
-sent or got.
+The first line is the header; then, in any order, jobs, groups, links, switches and calls. Each line is an object whose
+`type` says which. Times are integer microseconds: `at`-like fields count from the header's from_us. No line holds what
+users sent or got.
 """
 
 import gzip
@@ -84,8 +84,21 @@ class Group(Line, kw_only=True, tag="group"):
     seats: tuple[Seat, ...]
 
 
+class Link(Line, kw_only=True, tag="link"):
+    """What the pool had learned of a node's links by the time of the export: GB (1e9 bytes) per second and GPU between
+    GPU and host, and between host and NVMe, 0 where nothing was seen; overhead_us: of a switch, beyond its copies."""
+
+    node: str
+    gbps_in: float = 0.0
+    gbps_out: float = 0.0
+    gbps_refill: float = 0.0
+    gbps_spill: float = 0.0
+    overhead_us: int = 0
+
+
 class Move(Line, kw_only=True, tag="switch"):
-    """A gang's state moved on one GPU. bytes_clean: those that the host had already."""
+    """A gang's state moved on one GPU. bytes_clean: those that the host had already. waited_us: of took_us, what it
+    waited for another gang's bytes to leave."""
 
     gang: str
     gpu: str
@@ -95,6 +108,7 @@ class Move(Line, kw_only=True, tag="switch"):
     bytes_out: int = 0
     bytes_clean: int = 0
     took_us: int = 0
+    waited_us: int = 0
 
 
 class Request(Line, kw_only=True, tag="call"):
@@ -124,7 +138,7 @@ class Request(Line, kw_only=True, tag="call"):
     after: str = ""
 
 
-AnyLine = Header | Job | Group | Move | Request
+AnyLine = Header | Job | Group | Link | Move | Request
 _decode = msgspec.json.Decoder(AnyLine).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -135,12 +149,13 @@ class Recording(Struct, kw_only=True):
     header: Header
     jobs: list[Job] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     calls: list[Request] = field(default_factory=list)
 
     def lines(self) -> list[AnyLine]:
         """In the order of a file."""
-        return [self.header, *self.jobs, *self.groups, *self.moves, *self.calls]
+        return [self.header, *self.jobs, *self.groups, *self.links, *self.moves, *self.calls]
 
 
 def encode(recording: Recording) -> bytes:
@@ -199,6 +214,8 @@ def parse(lines: Iterable[bytes], where: str) -> Recording:
                 recording.jobs.append(line)
             case Group():
                 recording.groups.append(line)
+            case Link():
+                recording.links.append(line)
             case Move():
                 recording.moves.append(line)
             case Request():

@@ -153,6 +153,13 @@ def test_export_to_a_file_and_to_standard_output(registry, scene, tmp_path):
     assert piped.stdout_bytes == (tmp_path / "t.jsonl").read_bytes()
 
 
+def test_what_the_pool_has_learned_of_its_links_goes_along(registry, tmp_path):
+    kept = {"groups": [], "links": {"n1": {"gbps_in": 8.5, "gbps_out": 4.0, "overhead_us": 900, "moves": 7}}}
+    (tmp_path / "state" / "profiles.json").write_text(json.dumps(kept))
+    found = t.parse(run("export", "--pool", "lab").stdout_bytes.splitlines(), "out")
+    assert found.links == [t.Link(node="n1", gbps_in=8.5, gbps_out=4.0, overhead_us=900)]
+
+
 def test_a_pool_that_outlived_its_configuration(registry, tmp_path):
     (tmp_path / "plexrl.yaml").unlink()
     done = run("export", "--pool", "lab")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from plexrl.scheduler.costs import SWITCH_PRIOR, ServiceModel
+from plexrl.scheduler.costs import SWITCH_PRIOR, ServiceModel, SwitchModel
 from plexrl.sim import trace as t
 from plexrl.sim.files import read as read_workload
 from plexrl.sim.fitted import fit, fit_switch, workload
@@ -78,6 +78,7 @@ def recording():
 
 
 def test_a_file_gives_back_what_was_written(recording, tmp_path):
+    recording = structs.replace(recording, links=[t.Link(node="n1", gbps_in=8.0, overhead_us=7)])
     t.write(recording, tmp_path / "t.jsonl")
     assert t.read(tmp_path / "t.jsonl") == recording
     (tmp_path / "t.gz").write_bytes(gzip.compress(t.encode(recording)))
@@ -112,6 +113,16 @@ def test_the_switch_model(recording):
     assert found.gbps_out == pytest.approx(10)
     assert found.overhead_us == 150_000
     assert fit_switch(structs.replace(recording, moves=[], groups=[])) == structs.replace(SWITCH_PRIOR, exchange=False)
+
+
+def test_the_switch_model_of_a_pool_that_had_learned_its_links(recording):
+    links = [
+        t.Link(node="n1", gbps_in=8.0, gbps_out=4.0, gbps_refill=1.0, overhead_us=2_000),
+        t.Link(node="n2", gbps_in=4.0, overhead_us=1_000),  # nothing has left it yet
+    ]
+    found = fit_switch(structs.replace(recording, links=links))
+    assert found == SwitchModel(gbps_in=6.0, gbps_out=4.0, overhead_us=1_500, exchange=True)
+    assert found.switch_us(6 * 10**9, 10**9) == 1_001_500
 
 
 def test_the_workload_has_the_calls_with_their_edges(recording):
