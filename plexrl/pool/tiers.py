@@ -23,7 +23,6 @@ from plexrl.types import PlexrlError, Residency, Role, Slab
 log = logging.getLogger("plexrl.head")
 _MOVE_S = 600.0
 _ROOM_S = 20.0
-_LOOK_S = 0.1
 
 
 class Tiers:
@@ -41,7 +40,8 @@ class Tiers:
         self._used: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._looking: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        slabs.make_room = self.make_room
+        self.patience_s = _ROOM_S if core.config.nvme else 0.0
+        slabs.room = self
 
     def met(self, node: str, spilled: Iterable[str]) -> None:
         """An agent said what lies on its NVMe. What the head did not know before, engine hosts may not know either."""
@@ -109,8 +109,7 @@ class Tiers:
                 return
             begun = time.monotonic()
             try:
-                deadline = begun + (_ROOM_S if patient else 0)
-                slabs = [await self._fill(model, rank, deadline, left) for rank in range(len(gang.gpus))]
+                slabs = [await self._fill(model, rank, patient, left) for rank in range(len(gang.gpus))]
                 await self._rehome(model, slabs)
             except OrderFailed as error:
                 if error.category != "damaged":
@@ -130,25 +129,18 @@ class Tiers:
             if not self._away[model.id]:
                 raise
 
-    async def _fill(self, model: Model, rank: int, deadline: float, left: Iterable[str]) -> Slab:
+    async def _fill(self, model: Model, rank: int, patient: bool, left: Iterable[str]) -> Slab:
         """The slab of one rank, which is in its node's memory now."""
         gpu = self._states.gang(model).gpus[rank]
         node, name = node_of(gpu), name_of(model.id, rank)
         index = int(gpu.rpartition(":")[2])
-        while True:
-            try:
-                if (node, name) not in self._spilled:
-                    return await self._states.slab(model, rank)
-                refill = m.Refill(id=0, name=name, gpu=index)
-                value = await self._slabs.order(node, refill, _MOVE_S, left)
-            except OrderFailed as error:
-                if error.category != "user" or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(_LOOK_S)
-                continue
-            self._spilled.pop((node, name), None)
-            self._core.scheduler.bandwidth.refilled(node, int(value["bytes"]), float(value["seconds"]))
-            return m.slab_of(value["slab"])
+        if (node, name) not in self._spilled:
+            return await self._states.slab(model, rank)
+        refill = m.Refill(id=0, name=name, gpu=index)
+        value = await self._slabs.order(node, refill, _MOVE_S, left, patient)
+        self._spilled.pop((node, name), None)
+        self._core.scheduler.bandwidth.refilled(node, int(value["bytes"]), float(value["seconds"]))
+        return m.slab_of(value["slab"])
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -171,7 +163,10 @@ class Tiers:
         core = self._core
         found = []
         for model in core.book.models.values():
-            if model.ended or model.id in self._away or model.created.group not in core.scheduler.groups:
+            born = core.book.entries.get(f"{model.id}:0")
+            if model.ended or model.id in self._away or (born is not None and born.ended is None):
+                continue
+            if model.created.group not in core.scheduler.groups:
                 continue
             (state,) = core.scheduler.groups[model.created.group]
             lora = model.created.lora_rank is not None

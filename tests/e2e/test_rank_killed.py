@@ -62,6 +62,7 @@ def test_in_the_middle_of_a_switch(local_pool, tiny_model, tmp_path, side):
     (theirs,) = [rank for rank in ranks(pool) if rank.pid != mine.pid]
     doomed = mine if side == "newcomer" else theirs
     doomed.suspend()
+    (tmp_path / "hit.on").touch()
     (tmp_path / "hit.go").touch()
     pool.wait_until("a switch is under way", lambda: status_of(pool)["gpus"]["local:0"]["phase"] == "switch")
     doomed.kill()

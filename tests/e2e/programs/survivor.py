@@ -15,7 +15,9 @@ from tinker import types
 parser = argparse.ArgumentParser()
 parser.add_argument("--rank", type=int, default=0)
 parser.add_argument("--hit", type=Path, help="folder in which hit.calling is written when the call is on its way")
-parser.add_argument("--wait", action="store_true", help="before that call: write hit.saved, and wait for hit.go")
+parser.add_argument(
+    "--wait", action="store_true", help="write hit.saved, wait for hit.go before that call and for hit.on after"
+)
 args = parser.parse_args()
 draw = random.Random(5)
 
@@ -40,6 +42,11 @@ def train(client: tinker.TrainingClient, batch: list[types.Datum], steps: int) -
     return losses
 
 
+def wait(name: str) -> None:
+    while not (args.hit / name).exists():
+        time.sleep(0.01)
+
+
 seen: dict[str, object] = {}
 service = tinker.ServiceClient()
 trainer = service.create_lora_training_client("tiny", rank=args.rank, seed=1).result()
@@ -48,8 +55,7 @@ seen["before"] = train(trainer, batch, 2)
 seen["kept"] = trainer.save_state("kept").result().path
 if args.wait:
     (args.hit / "hit.saved").touch()
-    while not (args.hit / "hit.go").exists():
-        time.sleep(0.01)
+    wait("hit.go")
 if args.hit is not None:
     doomed = trainer.forward_backward(long, "cross_entropy")
     time.sleep(0.3)
@@ -61,6 +67,8 @@ if args.hit is not None:
         except tinker.TinkerError as error:
             errors.append(str(error))
     seen["errors"] = errors
+    if args.wait:
+        wait("hit.on")
     trainer = service.create_training_client_from_state_with_optimizer(seen["kept"])
 seen["after"] = train(trainer, batch, 2)
 seen["checkpoint"] = trainer.save_state("final").result().path
