@@ -48,7 +48,8 @@ def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Iterat
 
 
 def switch_totals(records: Iterable[r.Record]) -> tuple[int, int]:
-    """(switches that brought a worker group's state onto its gang, bytes moved in both directions on all GPUs).
+    """(switches that brought a worker group's state onto its gang, bytes moved in both directions on all GPUs, by them
+    and by calls that brought what a switch had left for later).
 
     A gang of several GPUs has one record per GPU and switch; it counts once, on the GPU that moved most often.
     """
@@ -60,6 +61,8 @@ def switch_totals(records: Iterable[r.Record]) -> tuple[int, int]:
             if record.incoming and record.moved.bytes_in:
                 key = record.gang, record.gpu
                 counts[key] = counts.get(key, 0) + 1
+        elif isinstance(record, r.CallEnded):
+            moved += record.moved_bytes
     gangs: dict[str, int] = {}
     for (gang, _), count in counts.items():
         gangs[gang] = max(gangs.get(gang, 0), count)

@@ -128,7 +128,7 @@ class _Reader:
                 if first[1] == start:
                     self._building[record.span.gang] = first[0], end
             case r.Switched():
-                us = round(record.moved.seconds * 1e6)
+                us = round((record.moved.seconds - record.moved.waited_s) * 1e6)
                 self._moves.setdefault((record.gang, record.incoming), []).append(us)
         self._last_us = max(self._last_us, record.now_us)
 

@@ -49,6 +49,8 @@ def test_a_gang_of_two_switches_once(scene):
     assert switch_totals(scene.records) == (6, 6 * 2 * 50)
     scene.switched(90, "a/0", "n1:0", incoming=False, bytes_out=7)
     assert switch_totals(scene.records) == (6, 6 * 2 * 50 + 7)
+    scene.add(r.CallEnded, 91, id="x", ok=True, gang="a/0", moved_bytes=20, moved_us=1)
+    assert switch_totals(scene.records) == (6, 6 * 2 * 50 + 27)
 
 
 def whole(scene):
