@@ -54,6 +54,7 @@ class Arena:
         self._lock_pages = lock
         self._slabs: dict[str, Slab] = {}
         self._gaps: list[tuple[int, int]] = [(0, size)]
+        self._backed: list[tuple[int, int]] = []  # what the machine has given its memory for; it stays
         self._parts = _parts(size, nodes, self._granule)
         self._lock = threading.Lock()
         if len(nodes) > 1:
@@ -87,7 +88,7 @@ class Arena:
                     "Raise host.bytes, end a job, or keep fewer versions",
                 )
             self._back(name, offset, taken)
-            self._gaps = list(_without(self._gaps, offset, taken))
+            self._gaps = list(_less(self._gaps, offset, taken))
             slab = self._slabs[name] = Slab(name, offset, size, owner, self._node_of(offset))
             return slab
 
@@ -154,18 +155,20 @@ class Arena:
 
     def _back(self, name: str, offset: int, taken: int) -> None:
         """Have the machine give its memory now, or refuse."""
-        missing = pages.unbacked(self._fd, offset, offset + taken)
+        missing = taken - sum(_overlap(offset, taken, *piece) for piece in self._backed)
         if missing and self._granule == pages.PAGE:
             room.require(missing, f"slab {name!r}", "Lower host.bytes, or give the pool's job more memory")
         try:
-            if self._huge:
+            if missing and self._huge:
                 pages.populate(self._mapping, offset, taken)
-            else:
+            elif missing:
                 os.posix_fallocate(self._fd, offset, taken)
         except OSError as error:
             raise DoesNotFit(
                 f"the node has no memory for slab {name!r} of {taken} bytes ({error.strerror})", "Lower host.bytes"
             ) from error
+        if missing:
+            self._backed = _coalesced([*_less(self._backed, offset, taken), (offset, taken)])
         if self._lock_pages and not pages.lock(self._address + offset, taken):
             self._lock_pages = False
             log.warning("this process may not lock %d bytes more (ulimit -l): slabs may be swapped out", taken)
@@ -259,16 +262,18 @@ def _parts(size: int, nodes: Sequence[int], granule: int) -> list[tuple[int, int
     return [(node, *bounds) for node, bounds in zip(nodes, itertools.pairwise(cuts), strict=True)]
 
 
-def _without(gaps: list[tuple[int, int]], start: int, taken: int) -> Iterator[tuple[int, int]]:
-    """The gaps after [start, start + taken) was cut out of one of them."""
-    for offset, size in gaps:
-        if offset <= start < offset + size:
-            if start > offset:
-                yield offset, start - offset
-            if offset + size > start + taken:
-                yield start + taken, offset + size - start - taken
-        else:
-            yield offset, size
+def _less(pieces: list[tuple[int, int]], start: int, size: int) -> Iterator[tuple[int, int]]:
+    """The pieces (offset, size) without what they have of [start, start + size)."""
+    for offset, length in pieces:
+        if offset < start:
+            yield offset, min(length, start - offset)
+        after = max(offset, start + size)
+        if offset + length > after:
+            yield after, offset + length - after
+
+
+def _overlap(start: int, size: int, offset: int, length: int) -> int:
+    return max(0, min(start + size, offset + length) - max(start, offset))
 
 
 def _coalesced(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import shutil
 import stat
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from msgspec import Struct
@@ -30,7 +30,7 @@ __all__ = ["Damaged", "Tier"]
 log = logging.getLogger(__name__)
 
 # Enough chunks under way to keep a disk busy while others are checksummed.
-_WORKERS = 4
+WORKERS = 4
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PREFIX = "agent-"
 
@@ -54,9 +54,10 @@ class Tier:
         self._arena = arena
         self._known: dict[str, _Spilled] = {}
         self._used = 0
+        self._removing: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._workers = ThreadPoolExecutor(_WORKERS, "nvme")
+        self._workers = ThreadPoolExecutor(WORKERS, "nvme")
         mend = "Give a directory of the service account on this node's own disk"
         try:
             self._folder, self._lock_fd = _move_in(Path(path))
@@ -132,24 +133,27 @@ class Tier:
         except BaseException:
             self._arena.free(name)
             raise
-        self.free(name)
+        del self._known[name]
+        # A file system may take as long to forget gigabytes as the disk took to read them.
+        removing = self._workers.submit(self._remove, spilled)
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
         return slab, slab.size, time.perf_counter() - begun
 
     def free(self, name: str) -> bool:
         """Remove the file of this name; False when there is none."""
         spilled = self._known.pop(name, None)
-        if spilled is None:
-            return False
-        self._path(spilled).unlink(missing_ok=True)
-        self._used_less(spilled.bytes)
-        return True
+        if spilled is not None:
+            self._remove(spilled)
+        return spilled is not None
 
     def names(self) -> tuple[str, ...]:
         """Slabs whose bytes are here."""
         return tuple(self._known)
 
     def free_bytes(self) -> int:
-        """Bytes of the budget that no file takes; a file is a little larger than its slab."""
+        """Bytes of the budget that no file takes, which is a little larger than its slab. Waits for files that go."""
+        wait(set(self._removing))
         with self._lock:
             return self.budget - self._used
 
@@ -163,7 +167,18 @@ class Tier:
     def _path(self, spilled: _Spilled) -> Path:
         return self._folder / spilled.token.hex()
 
+    def _remove(self, spilled: _Spilled) -> None:
+        try:
+            self._path(spilled).unlink(missing_ok=True)
+        except OSError as error:
+            # Its bytes stay taken, as they are.
+            log.error("%s was not removed: %s", self._path(spilled), error.strerror)
+        else:
+            self._used_less(spilled.bytes)
+
     def _reserve(self, name: str, size: int) -> None:
+        if size > self.budget - self._used:
+            wait(set(self._removing))
         with self._lock:
             if size > self.budget - self._used or size > self._free_on_disk():
                 raise self._full(name, size, "")

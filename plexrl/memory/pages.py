@@ -108,21 +108,6 @@ def populate(mapping: mmap.mmap, offset: int, size: int, readonly: bool = False)
             raise
 
 
-def unbacked(fd: int, start: int, end: int) -> int:
-    """Bytes of [start, end) of a memfd that the machine has given no memory for yet."""
-    holes, at = 0, start
-    while at < end:
-        try:
-            data = min(os.lseek(fd, at, os.SEEK_DATA), end)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            data = end
-        holes += data - at
-        at = min(os.lseek(fd, data, os.SEEK_HOLE), end) if data < end else end
-    return holes
-
-
 def lock(start: int, size: int) -> bool:
     """Keep [start, start + size) from being swapped out; False when this process may not lock so much."""
     if _libc.mlock(start, size) == 0:

@@ -122,7 +122,8 @@ class TierMachine(RuleBasedStateMachine):
             assert self.arena.slabs() == before and file.exists()
         else:
             assert name not in self.flipped, "a flipped bit went unseen"
-            assert moved == slab.size == len(self.bytes[name]) and not file.exists()
+            assert moved == slab.size == len(self.bytes[name])
+            assert self.tier.free_bytes() and not file.exists()
 
     @rule(verb=st.sampled_from(["spill", "refill"]))
     def unknown(self, verb):
