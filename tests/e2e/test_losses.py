@@ -13,8 +13,9 @@ from tests.unit.engines import reference_losses
 from .localpool import LocalPool
 
 MIB = 1 << 20
-# Stated in docs/users.md: float32, sampled or prompt logprobs of a version against a forward pass of its trainer.
-LOGPROB_BOUND = 1e-3
+# float32, logprobs of a version's draws and prompts against a forward pass of its trainer. docs/users.md says 1e-3, which
+# larger models with larger logits keep too; here 1e-6 was seen.
+LOGPROB_BOUND = 1e-4
 
 
 @pytest.fixture(scope="module")
