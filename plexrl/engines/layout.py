@@ -16,6 +16,8 @@ ALIGN = 64
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "int64": 8, "uint8": 1}
 # torch's CPU generator (mt19937) has a state of this many bytes; a test holds the engine to it.
 RNG_BYTES = 5056
+# What a slab says of itself (torch.header); it never leaves the host.
+HEADER_BYTES = 256
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 HEAD = "lm_head"
@@ -171,6 +173,7 @@ def state_buckets(weights: list[Spec], parts: Buckets | None = None) -> Buckets:
         "moment2": weights,
         "steps": [("step", (), "float32")],
         "rng": [("generator", (RNG_BYTES,), "uint8")],
+        "header": [("header", (HEADER_BYTES,), "uint8")],
     }
 
 

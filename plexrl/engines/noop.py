@@ -41,6 +41,7 @@ class NoopTrainer:
         attn: bool,
         mlp: bool,
         unembed: bool,
+        adopt: bool = False,
     ) -> None:
         """Note the name."""
         self.deployments.add(deployment)

@@ -77,8 +77,11 @@ class TrainEngine(Protocol):
         attn: bool,
         mlp: bool,
         unembed: bool,
+        adopt: bool = False,
     ) -> None:
         """A new deployment whose host home is `slab` (`sizing.state_bytes`). lora_rank None: full parameters.
+
+        adopt: take the state that an engine which has ended left whole in the slab; PlexrlError if it did not.
 
         An adapter starts with A drawn from `seed` and B zero, full parameters as the base. Raises BadInput for a rank
         above the group's, a slab of another size, or a second deployment of kind full.

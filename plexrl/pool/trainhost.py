@@ -127,6 +127,7 @@ class TrainRank:
             args["attn"],
             args["mlp"],
             args["unembed"],
+            bool(args.get("adopt")),
         )
         if args["folder"]:
             self._engine.load(args["deployment"], Path(args["folder"]), args["optimizer"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plexrl.engines.torch import adam, files
+from plexrl.engines.torch import adam, files, header
 from plexrl.engines.torch.home import Home, slices
 from plexrl.engines.torch.lora import Shape, peft_config
 from plexrl.memory.manifest import Manifest
@@ -43,7 +43,7 @@ class Bound:
         flat = slices(layout, place)
         # The weights' buckets are the first ones, side by side.
         stages = weight_buckets(layout)
-        self.views = {name: views for name, views in found.items() if name not in stages}
+        self.views = {name: views for name, views in found.items() if name not in (*stages, "header")}
         self.views["weights"] = {name: tensor for stage in stages for name, tensor in found[stage].items()}
         self.weights = place[layout.buckets[0].offset :][: sum(len(flat[stage]) for stage in stages)]
         self.grads = flat["grads"].view(dtype)
@@ -69,8 +69,10 @@ class Deployment:
         self.shape = shape
         self.state = state
         self.slab = slab
+        self.half_done = False  # a call has begun and not ended
         self._memory: Tensor | None = memory
         self._weights = weight_buckets(state.manifest)
+        self._form = header.form_of(state.manifest)
 
     @property
     def on_device(self) -> bool:
@@ -91,6 +93,28 @@ class Deployment:
         """Raises BadInput while the state is on NVMe."""
         if self._memory is None:
             raise BadInput(f"deployment {what!r} is spilled to NVMe", "Refill its slab first")
+
+    def settled(self) -> None:
+        """The slab is the state now, and says so."""
+        zero = tuple(b.name for b in self.state.manifest.buckets if b.size and self.state.state(b.name) is ZERO)
+        self._note(header.Header(self._form, zero, not self.half_done))
+
+    def away(self) -> None:
+        """The slab may no longer be the state from now on, and says so."""
+        self._note(header.Header(self._form))
+
+    def adopt(self) -> None:
+        """Take the state that the slab holds. Raises PlexrlError unless it is whole and of this form."""
+        zero = header.read(self._place("header"), self._form).zero
+        for bucket in self.state.manifest.buckets:
+            if bucket.size:
+                self.state.mark(bucket.name, ZERO if bucket.name in zero else CLEAN)
+
+    def _note(self, what: header.Header) -> None:
+        header.write(self._place("header"), what)
+
+    def _place(self, bucket: str) -> Tensor:
+        return slices(self.state.host, self._memory)[bucket]
 
     def spill(self, what: str) -> None:
         """Let go of the slab. Raises BadInput unless the state is on the host."""

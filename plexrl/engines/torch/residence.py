@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
+from torch import Tensor
 
 from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec
@@ -13,8 +16,38 @@ from plexrl.engines.torch.home import Home, Slots, check_size, manifest, slices
 from plexrl.engines.torch.lora import Adapters, Shape, initialise
 from plexrl.engines.torch.model import bind
 from plexrl.engines.torch.stages import Stages, upto
+from plexrl.memory.gate import Seat
 from plexrl.memory.resident import CLEAN, ResidentState
 from plexrl.types import BadInput, Moved, PlexrlError, Slab
+
+
+class DeploymentPart(StatePart):
+    """A deployment's state, whose slab says at all times whether it is whole there."""
+
+    def __init__(self, deployment: Deployment, first: Collection[str]) -> None:
+        super().__init__(deployment.state, first)
+        self._deployment = deployment
+
+    def leave(self, seat: Seat | None) -> Moved:
+        """See Part."""
+        moved = super().leave(seat)
+        self._deployment.settled()
+        return moved
+
+    def come(self, seat: Seat | None) -> Moved:
+        """See Part."""
+        self._deployment.away()
+        return super().come(seat)
+
+    def back(self, seat: Seat | None) -> Moved:
+        """See Part."""
+        self._deployment.away()
+        return super().back(seat)
+
+    def away(self) -> None:
+        """See Part."""
+        super().away()
+        self._deployment.settled()
 
 
 class Residence:
@@ -65,6 +98,7 @@ class Residence:
         attn: bool,
         mlp: bool,
         unembed: bool,
+        adopt: bool,
     ) -> None:
         """See protocol.TrainEngine. Weights come onto the device when they are used."""
         home = self._home
@@ -82,19 +116,15 @@ class Residence:
         check_size(f"deployment {deployment!r}", slab, plan.size)
         memory = home.arena.view(slab)
         state = ResidentState(plan, place, memory, at=home.model_at if shape is None else home.slot_at(0))
-        host = state.host.views(memory)
-        if shape is None:
-            base = home.base()
-            memory[: base.numel()].copy_(base)
-            generator = torch.Generator().manual_seed(seed % 2**63)
-        else:
-            generator = initialise(host["weights"], seed)
-        host["rng"]["generator"].copy_(generator.get_state())
         made = Deployment(shape, state, memory, slab)
-        made.mark("weights", CLEAN)
-        made.mark("rng", CLEAN)
+        if adopt:
+            made.adopt()
+        else:
+            self._initialise(made, state.host.views(memory), seed)
+            made.settled()
         self.deployments[deployment] = made
         if shape is None and self._crossing.on_device:
+            made.away()
             state.load((), home.seat)
             self._stages.expect()
 
@@ -132,6 +162,8 @@ class Residence:
             slot, evicted = self._slots.claim(target)
             if evicted is not None:
                 self.tally.add(evicted.state.offload())
+                evicted.settled()
+            target.away()
             target.state.rebind(self._home.slot(slot), self._home.slot_at(slot))
             self.tally.add(target.state.load((), self._home.seat))
         self._pull(target.state, target.buckets("weights", *parts))
@@ -178,13 +210,25 @@ class Residence:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _initialise(self, made: Deployment, host: dict[str, dict[str, Tensor]], seed: int) -> None:
+        """An adapter as peft begins, full parameters as the base."""
+        if made.shape is None:
+            base = self._home.base()
+            made.at_home(self._home.dtype).weights.copy_(base)
+            generator = torch.Generator().manual_seed(seed % 2**63)
+        else:
+            generator = initialise(host["weights"], seed)
+        host["rng"]["generator"].copy_(generator.get_state())
+        made.mark("weights", CLEAN)
+        made.mark("rng", CLEAN)
+
     def _moving(self) -> list[StatePart]:
         """What leaves now, or comes: adapters in slots, then the model, whose first layer is what must come at once."""
-        parts = [StatePart(owner.state, owner.buckets("weights")) for owner in self._slots.held()]
+        parts = [DeploymentPart(owner, owner.buckets("weights")) for owner in self._slots.held()]
         first = upto(self._parts, 1)
         if self._base is not None:
             return [*parts, StatePart(self._base, first)]
-        return [StatePart(deployment.state, first) for deployment in self.deployments.values()]
+        return [DeploymentPart(deployment, first) for deployment in self.deployments.values()]
 
     def _bring(self, stage: int) -> None:
         """Have the model's parameters on the device up to this stage."""

@@ -54,9 +54,10 @@ class Trainer:
         attn: bool,
         mlp: bool,
         unembed: bool,
+        adopt: bool = False,
     ) -> None:
         """See protocol.TrainEngine."""
-        self._residence.create(deployment, slab, lora_rank, seed, attn, mlp, unembed)
+        self._residence.create(deployment, slab, lora_rank, seed, attn, mlp, unembed, adopt)
 
     def drop(self, deployment: str) -> None:
         """See protocol.TrainEngine. What it left on the device is cleared."""
@@ -73,6 +74,7 @@ class Trainer:
         mine = plans[self._spec.rank]
         loss, bad, used = 0.0, False, time.process_time_ns() - start
         parts = [torch.empty(sum(work.data[i].targets.size for b in p for i in b)) for p in plans]
+        target.half_done = not forward_only
         failure: PlexrlError | None = None
         before: Tensor | None = None
         touched = False
@@ -102,6 +104,7 @@ class Trainer:
             except PlexrlError as error:
                 failure = error  # the other ranks are told when all are through
             used += time.process_time_ns() - start
+        target.half_done = False
         start = time.process_time_ns()
         whole = torch.tensor([loss, bad, failure is not None], dtype=torch.float64)
         self._gang.sum(whole)
@@ -177,8 +180,11 @@ class Trainer:
                 files.read_tensors(path, tensors)
 
         self._together(check, f"load {folder}")
+        target.away()
         self._together(read, f"load {folder}")
         target.loaded(bound, optimizer)
+        if not target.on_device:
+            target.settled()
         return tally.moved
 
     def publish(self, deployment: str, slab: Slab | None, folder: Path | None) -> Moved:
