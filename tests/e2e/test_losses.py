@@ -13,8 +13,8 @@ from tests.unit.engines import reference_losses
 from .localpool import LocalPool
 
 MIB = 1 << 20
-# float32, logprobs of a version's draws and prompts against a forward pass of its trainer. docs/users.md says 1e-3, which
-# larger models with larger logits keep too; here 1e-6 was seen.
+# float32, logprobs of a version's draws and prompts against a forward pass of its trainer; 1e-6 was seen. docs/users.md
+# says 1e-3, which larger models with larger logits keep too.
 LOGPROB_BOUND = 1e-4
 
 
