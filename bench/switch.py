@@ -1,120 +1,198 @@
-"""`python -m bench.switch --device cpu [--json]`: what a switch of 1 GiB in 300 tensors costs on the cpu device.
+"""`python -m bench.switch --device cpu [--json]`: what a switch between two processes costs on the cpu device.
 
-A regression guard: it holds the hot path free of allocations and of clean bytes. It says nothing about GPUs.
+A regression guard: it holds the hot path near a plain copy, free of allocations and of clean bytes. It says nothing
+about GPUs; `--device cuda` does. `--soak`: 1,000 switches, and what they left behind.
 """
 
 import argparse
+import contextlib
 import json
-import resource
+import os
 import statistics
 import sys
-import time
-import tracemalloc
+from collections.abc import Callable, Iterator
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+import psutil
 
-from plexrl.memory.arena import Arena, ArenaMap
-from plexrl.memory.device import CpuDevice, create_memfd
-from plexrl.memory.manifest import Manifest, TensorSpec
-from plexrl.memory.resident import DIRTY, ResidentState
-from plexrl.types import BadInput, Extent, PlexrlError
+from bench.switch_cuda import Peer
+from bench.switch_cudarank import rate
+from bench.switch_rank import layout
+from plexrl.memory.arena import Arena
+from plexrl.memory.gate import GATE_BYTES
+from plexrl.memory.pages import PAGE, align_up, create_memfd
+from plexrl.memory.transfer import ENVIRON
+from plexrl.types import DoesNotFit, PlexrlError
 
 GIB = 1 << 30
-BUCKETS = ("weights", "grads", "moment1", "moment2")
-TENSORS = 300
+ROWS = ((GIB, 30), (GIB, 300), (GIB, 3000), (4 * GIB, 300), (4 * GIB, 3000), (8 * GIB, 3000))
+"""(bytes, tensors)."""
 REPEATS = 7
-PYTHON_NOISE = 4096
-"""Bytes. Counters and the Moved record are Python objects of some dozen bytes; a buffer is larger than this."""
+SWITCHES = 1000
+SOAK_BYTES = 8 << 20
+PROCESSES_BYTES = GIB
+"""What two processes with torch, and the parent, take beside the states."""
+_PROGRAM = (sys.executable, "-m", "bench.switch_rank")
+RANK = ("env", *(f"{name}={value}" for name, value in ENVIRON.items()), *_PROGRAM)
+NAIVE = ("env", "MALLOC_MMAP_THRESHOLD_=65536", *_PROGRAM)
+"""Fresh memory is the kernel's; with its own idea of a threshold malloc hands out again what was freed just before."""
+
+Say = Callable[[str], None]
 
 
-def layout(total: int = GIB, tensors: int = TENSORS) -> Manifest:
-    """`tensors` float32 tensors of uneven sizes that fill `total` bytes with their padding, in the four buckets."""
-    each, per_bucket = tensors // len(BUCKETS), total // len(BUCKETS)
-    unit = per_bucket // (4 * each * (each + 1) // 2)
-    specs = [TensorSpec(f"t{i}", (unit * (i + 1),), "float32") for i in range(each - 1)]
-    rest = per_bucket - Manifest.build({"": specs}).size
-    specs.append(TensorSpec(f"t{each - 1}", (rest // 4,), "float32"))
-    return Manifest.build(dict.fromkeys(BUCKETS, specs))
+@contextlib.contextmanager
+def pair(total: int, tensors: int, **more: object) -> Iterator[tuple[list[Peer], int]]:
+    """Two ranks with a state each, both asleep, on the same bytes of one device; and the device's descriptor.
+
+    Raises DoesNotFit without memory for the device and two slabs.
+    """
+    state = layout(total, tensors).size
+    needed, free = 3 * state + PROCESSES_BYTES, psutil.virtual_memory().available
+    if needed > free:
+        raise DoesNotFit(f"a device and two states of {state} bytes take {needed} bytes; {free} are free")
+    slab = align_up(state, PAGE)
+    sizes = {"device": slab, "arena": 2 * slab, "gate": GATE_BYTES}
+    with contextlib.ExitStack() as stack:
+        fds = {}
+        for name, size in sizes.items():
+            fds[name] = create_memfd(f"bench-{name}", size)
+            stack.callback(os.close, fds[name])
+        arena = Arena(fds["arena"], sizes["arena"])
+        stack.callback(arena.close)
+        shared = {**fds, **more, "bytes": total, "tensors": tensors, "device_bytes": slab, "arena_bytes": 2 * slab}
+        ranks = []
+        for seat in range(2):
+            at = arena.alloc(f"rank {seat}", state, 0).offset
+            ranks.append(Peer(RANK, {**shared, "seat": seat, "slab": at}, tuple(fds.values())))
+            stack.callback(ranks[-1].close)
+        for rank in ranks:
+            rank.answer()
+        yield ranks, fds["device"]
 
 
-def allocations(step) -> int:
-    """How many buffers torch's CPU allocator and Python made while step() ran."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
-    # The raw records: seen.events() folds them into the operators, where what an operator made and freed is net 0.
-    raw = seen.profiler.kineto_results.events()
-    made = sum(1 for event in raw if event.name() == "[memory]" and event.nbytes() > 0)
-    tracemalloc.start()
-    step()
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    step()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return made + (1 if peak - before > PYTHON_NOISE else 0)
+def exchange(goes: Peer, comes: Peer) -> dict:
+    """Both are told at once. seconds: from the first order to the last byte; first_ms of who comes."""
+    goes.tell("leave")
+    comes.tell("enter")
+    left, came = goes.answer(), comes.answer()
+    seconds = max(left["ended"], came["ended"]) - min(left["begun"], came["begun"])
+    return {"seconds": seconds, "first_ms": came["first_ms"], "waited_s": came["waited_s"]}
 
 
-def differing(buffer: torch.Tensor, byte: int) -> int:
-    """How many bytes of `buffer` differ from `byte`; counted in pieces of 64 MiB."""
-    return sum(int(torch.count_nonzero(piece != byte)) for piece in buffer.split(64 << 20))
+def measure(total: int, tensors: int, repeats: int, say: Say, **more: object) -> dict:
+    """One row. GB/s are 1e9 bytes copied per second, one thread, touched memory, the best of `repeats` for each.
 
-
-def measure(total: int, repeats: int, say) -> dict:
-    """All figures. GB/s are 1e9 bytes copied per second, medians of `repeats`, one thread, touched memory."""
-    torch.set_num_threads(1)
-    manifest = layout(total)
-    device_fd, arena_fd = create_memfd("bench-device", manifest.size), create_memfd("bench-arena", manifest.size)
-    device, arena = CpuDevice(device_fd, manifest.size), Arena(arena_fd, manifest.size)
-    region = device.reserve(Extent(0, manifest.size))
-    device.map(region)
-    slab = ArenaMap(arena_fd, manifest.size).view(arena.alloc("state", manifest.size, 0))
-    state = ResidentState(manifest, region.buffer, slab)
-    source = torch.full((manifest.size,), 1, dtype=torch.uint8)
-    target = torch.full((manifest.size,), 2, dtype=torch.uint8)
-
-    def dirty() -> None:
-        for bucket in BUCKETS:
-            state.mark(bucket, DIRTY)
-
-    def switch() -> None:
-        dirty()
-        state.offload()
-        state.load()
-
-    state.load()
-    region.buffer.copy_(source)
-    switch()
-    plain, out, back, faults = [], [], [], []
-    for i in range(repeats):
-        start = time.perf_counter()
-        target.copy_(source)
-        plain.append(manifest.size / (time.perf_counter() - start) / 1e9)
-        dirty()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        left, came = state.offload(), state.load()
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        out.append(left.bytes_out / left.seconds / 1e9)
-        back.append(came.bytes_in / came.seconds / 1e9)
-        say(f"repeat {i + 1} of {repeats}: plain {plain[-1]:.1f}, out {out[-1]:.1f}, in {back[-1]:.1f} GB/s")
-    say("counting allocations")
-    made = allocations(switch)
-    say("counting clean bytes")
-    # Nothing is dirty now. Whatever of this pattern is gone afterwards was copied out although it was clean.
-    slab.fill_(0xA5)
-    counted = state.offload().bytes_out
+    The best, because whatever else the machine does can only make a copy slower. Seconds are medians.
+    Raises DoesNotFit without the memory, PlexrlError when other bytes arrive than were sent.
+    """
+    with pair(total, tensors, **more) as (ranks, _):
+        one, other = ranks
+        digests = []
+        for seed, rank in enumerate(ranks):
+            rank.ask("enter")
+            digests.append(rank.ask("write", seed=seed)["digest"])
+            rank.ask("leave")
+        one.ask("enter")
+        plain, out, back = [], [], []
+        for _ in range(repeats):
+            plain.append(rate(one.ask("plain")))
+            out.append(rate(one.ask("leave")))
+            back.append(rate(one.ask("enter")))
+            say(f"{total:,} bytes: plain {plain[-1]:.1f}, out {out[-1]:.1f}, in {back[-1]:.1f} GB/s")
+        crossed = []
+        for _ in range(repeats):
+            crossed.append(exchange(one, other))
+            one, other = other, one
+            say(f"exchange {crossed[-1]['seconds']:.2f} s, first layer after {crossed[-1]['first_ms']:.1f} ms")
+        for rank, wanted in zip(ranks, digests, strict=True):
+            found = rank.ask("digest", where="device" if rank is one else "host")["digest"]
+            if found != wanted:
+                raise PlexrlError(f"other bytes than were sent: digest {found:#x} instead of {wanted:#x}")
+        say("counting allocations and bytes")
+        made = one.ask("allocations")["count"]
+        step = one.ask("step")
+        clean = one.ask("clean")["bytes"]
+    say("per-tensor copies into fresh memory")
+    naive = Peer(NAIVE, {"bytes": total, "tensors": tensors}, ())
+    try:
+        naive.answer()
+        seconds = statistics.median(naive.ask("switch")["seconds"] for _ in range(3))
+    finally:
+        naive.close()
+    gbs = {"plain_copy_gbs": plain, "offload_gbs": out, "load_gbs": back}
+    size = layout(total, tensors).size
+    ours = [size / 1e9 / a + size / 1e9 / b for a, b in zip(out, back, strict=True)]
     return {
-        "plain_copy_gbs": round(statistics.median(plain), 2),
-        "offload_gbs": round(statistics.median(out), 2),
-        "load_gbs": round(statistics.median(back), 2),
+        "bytes": size,
+        "tensors": tensors,
+        **{name: round(max(seen), 2) for name, seen in gbs.items()},
+        "offload_share": round(max(out) / max(plain), 3),
+        "load_share": round(max(back) / max(plain), 3),
+        "first_layer_ms": round(statistics.median(seen["first_ms"] for seen in crossed), 2),
+        "exchange_seconds": round(statistics.median(seen["seconds"] for seen in crossed), 3),
+        "clean_bytes_out": clean,
         "hot_path_allocations": made,
-        "hot_path_page_faults": int(statistics.median(faults)),
-        "clean_bytes_out": max(counted, differing(slab, 0xA5)),
-        "bytes": manifest.size,
-        "tensors": sum(len(bucket.tensors) for bucket in manifest.buckets),
+        "bytes_moved": step["moved"],
+        "bytes_minimum": step["minimum"],
+        "naive_seconds": round(seconds, 3),
+        "ours_seconds": round(statistics.median(ours), 3),
         "repeats": repeats,
-        "device": "cpu",
     }
+
+
+def measure_all(say: Say) -> dict:
+    """Every row that fits, and why the others do not."""
+    rows, refused = [], []
+    for total, tensors in ROWS:
+        try:
+            rows.append(measure(total, tensors, REPEATS, say))
+        except DoesNotFit as error:
+            say(str(error))
+            refused.append({"bytes": total, "tensors": tensors, "why": str(error)})
+    return {"device": "cpu", "says": "regression guard, says nothing about GPUs", "rows": rows, "refused": refused}
+
+
+def soak(switches: int, say: Say) -> dict:
+    """What `switches` exchanges left behind, all processes together: growth of bytes, descriptors and mappings."""
+    with pair(SOAK_BYTES, 300) as (ranks, device):
+        one, other = ranks
+        for seed, rank in enumerate(ranks):
+            rank.ask("enter")
+            rank.ask("write", seed=seed)
+            rank.ask("leave")
+        one.ask("enter")
+
+        def held() -> dict[str, int]:
+            seen = [rank.ask("usage") for rank in ranks]
+            total = {name: sum(usage[name] for usage in seen) for name in seen[0]}
+            return {"device_bytes": os.fstat(device).st_blocks * 512, **total}
+
+        warm = max(switches // 10, 10)
+        for i in range(warm + switches):
+            if i == warm:
+                before = held()
+            exchange(one, other)
+            one, other = other, one
+            if (i - warm) % 100 == 0:
+                say(f"switch {max(i - warm, 0)} of {switches}")
+        after = held()
+    return {"switches": switches, "held": before, "growth": {name: after[name] - before[name] for name in before}}
+
+
+def table(figures: dict) -> str:
+    """The rows for people."""
+    lines = ["Switching between two processes on the cpu device, one thread each", figures["says"]]
+    lines.append(
+        "        bytes tensors   plain     out      in GB/s first ms  exchange s  clean  allocs  moved/min  naive/ours"
+    )
+    for row in figures["rows"]:
+        lines.append(
+            f"{row['bytes']:>13,} {row['tensors']:>7} {row['plain_copy_gbs']:>7.2f} {row['offload_gbs']:>7.2f} "
+            f"{row['load_gbs']:>7.2f} {row['first_layer_ms']:>13.1f} {row['exchange_seconds']:>11.2f} "
+            f"{row['clean_bytes_out']:>6} {row['hot_path_allocations']:>7} "
+            f"{row['bytes_moved'] / row['bytes_minimum']:>10.3f} {row['naive_seconds'] / row['ours_seconds']:>11.1f}"
+        )
+    lines += [f"not measured: {row['bytes']:,} bytes: {row['why']}" for row in figures["refused"]]
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,27 +200,30 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.switch", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose memory (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--soak", action="store_true", help=f"{SWITCHES} switches on the cpu device instead")
     args = parser.parse_args(argv)
+
+    def say(line: str) -> None:
+        print(f"bench.switch: {line}", file=sys.stderr)
+
     try:
-        if args.device == "cuda":
-            raise BadInput(
-                "the cuda device is not built yet; it belongs to the issue 'Fast switches'", "Use --device cpu"
+        if args.soak:
+            figures = soak(SWITCHES, say)
+            text = "\n".join(
+                f"{name}: {grown:+d} after {SWITCHES} switches" for name, grown in figures["growth"].items()
             )
-        figures = measure(GIB, REPEATS, lambda line: print(f"bench.switch: {line}", file=sys.stderr))
+        elif args.device == "cuda":
+            from bench import switch_cuda
+
+            figures = switch_cuda.measure(say)
+            text = switch_cuda.table(figures)
+        else:
+            figures = measure_all(say)
+            text = table(figures)
     except PlexrlError as error:
         print(f"bench.switch: {error}", file=sys.stderr)
         return error.exit_code
-    if args.json:
-        print(json.dumps(figures))
-        return 0
-    print(f"Switching {figures['bytes']:,} bytes in {figures['tensors']} tensors on the cpu device, one thread")
-    print("regression guard, says nothing about GPUs")
-    print(f"  plain copy    {figures['plain_copy_gbs']:8.2f} GB/s (reference, same run)")
-    print(f"  offload       {figures['offload_gbs']:8.2f} GB/s")
-    print(f"  load          {figures['load_gbs']:8.2f} GB/s")
-    print(f"  allocations   {figures['hot_path_allocations']:8d} in the hot path")
-    print(f"  page faults   {figures['hot_path_page_faults']:8d} in the hot path")
-    print(f"  clean bytes   {figures['clean_bytes_out']:8d} copied out")
+    print(json.dumps(figures) if args.json else text)
     return 0
 
 
