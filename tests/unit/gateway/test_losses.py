@@ -147,3 +147,19 @@ def test_a_sampling_client_that_records_stability_info(service: tinker.ServiceCl
     found = client.sample(types.ModelInput.from_ints([1, 2]), num_samples=2, sampling_params=params).result()
     names = [sequence.sequence_id for sequence in found.sequences]
     assert len(set(names)) == 2 and all(names)
+
+
+def test_a_loss_by_handle_runs_in_the_client(service: tinker.ServiceClient, trainer: tinker.TrainingClient):
+    """create_custom_loss uploads nothing here; what comes is a forward pass and a linear loss."""
+
+    def squares(logprobs, weights):
+        loss = (logprobs.square() * weights).sum()
+        return loss, {"custom/squares:sum": loss}
+
+    handle = service.create_custom_loss(squares, {"logprobs": 1, "weights": 1}).result()
+    assert handle.loss_id is None
+    row = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 2.0]}
+    )
+    result = trainer.forward_backward_custom([row], handle).result()
+    assert result.metrics["custom/squares:sum"] == pytest.approx(0.25 * 3)  # the fake head's logprobs are -0.5
