@@ -92,7 +92,10 @@ def deepspeed(size: int) -> dict:
         import deepspeed as ds
     except ImportError as error:
         raise Unavailable("deepspeed is not installed", "pip install 'plexrl[deepspeed]'") from error
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    folder = tempfile.mkdtemp()
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    os.environ |= {"LOCAL_RANK": "0"}
     layers = max(size // 16 // (1024 * 1024), 1)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
     engine, *_ = ds.initialize(

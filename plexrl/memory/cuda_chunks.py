@@ -87,10 +87,12 @@ class Chunks:
         handle = self._driver.create(length)
         try:
             self._driver.map(at, length, handle)
-        finally:
+        except PlexrlError:
+            self._driver.release(handle)
+            raise
+        try:
             # The mapping keeps the memory from here on: unmapping is then all that it takes to give it back.
             self._driver.release(handle)
-        try:
             self._driver.access(at, length)
         except PlexrlError:
             self._driver.unmap(at, length)

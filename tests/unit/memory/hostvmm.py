@@ -5,6 +5,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 
 from plexrl.memory import pages
 from plexrl.memory.cuda_driver import CudaFailed
@@ -16,6 +17,7 @@ GRAIN = 4 * pages.PAGE
 
 _FIXED = 0x10
 _NORESERVE = 0x4000
+_threads = threading.Lock()  # a record lock excludes processes, not threads
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -59,11 +61,12 @@ class Card:
 
     @contextlib.contextmanager
     def _locked(self):
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        with _threads:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
 class HostVmm:
