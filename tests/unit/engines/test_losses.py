@@ -41,7 +41,7 @@ def test_value_and_gradient_equal_the_float64_reference(name: str, seed: int, co
     got.backward()
     gradient = torch.cat([p.grad for p in plain])
     size = max(1.0, float(gradient.abs().max()))
-    assert float(got) == pytest.approx(float(want), rel=1e-4, abs=1e-4 * size)
+    assert got.item() == pytest.approx(want.item(), rel=1e-4, abs=1e-4 * size)
     torch.testing.assert_close(mine.grad[:, 0].double(), gradient, rtol=1e-4, atol=1e-5 * size)
     assert not gradient[~counts].any()
 
@@ -65,7 +65,7 @@ def test_parameters_gradients_equal_a_float64_model(node: Node, models: dict[str
     engine = trainer(node, models)
     result, yields = run(engine.forward_backward("d", body(name, data, **config), False))
     assert yields == 2
-    assert loss(result.body) == pytest.approx(float(total), rel=1e-4)
+    assert loss(result.body) == pytest.approx(total.item(), rel=1e-4)
     for got, want in zip(logprobs(result.body), plain, strict=True):
         np.testing.assert_allclose(got, want, atol=2e-4)
     close(gradients(engine), {key: p.grad for key, p in model.named_parameters()}, 5e-4)
@@ -118,5 +118,5 @@ def test_a_ratio_beyond_all_numbers_is_clipped_without_nan(name: str) -> None:
     counts = torch_losses.counted(name, inputs, work.settings)
     got = torch_losses.value(name, mine, inputs, work.settings, counts, torch.zeros(4, dtype=torch.int64))
     got.backward()
-    assert float(got) == pytest.approx(-4 * 1.2)
+    assert got.item() == pytest.approx(-4 * 1.2)
     assert not mine.grad.any()
