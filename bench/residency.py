@@ -9,6 +9,7 @@ from it; there a version counts to what has to be kept.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -81,11 +82,14 @@ def measure(model: str, rank: int, sample: bool, folder: Path) -> dict[str, obje
             one, eight = (_with(program, pool, count) for count in (1, DEPLOYMENTS))
             found = copies(_signature(model), pool.processes(""))
         finally:
+            family = [program, *psutil.Process(program.pid).children(recursive=True)]
             program.stdin.close()
             try:
                 program.wait(timeout=60)
             except subprocess.TimeoutExpired:
-                program.kill()
+                for process in family:  # it waits for the pool
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
                 program.wait()
     difference = eight.total - one.total
     others = DEPLOYMENTS - 1
