@@ -53,7 +53,8 @@ def test_in_the_middle_of_a_call(local_pool, tmp_path, rank, gpus):
 @pytest.mark.parametrize("side", ["newcomer", "victim"])
 def test_in_the_middle_of_a_switch(local_pool, tiny_model, tmp_path, side):
     """One side of a switch stands still, and then dies: the other side of the gate goes on."""
-    pool = local_pool(device=device_for_one(tiny_model))
+    small = {"micro_batch_tokens": 128, "sample": {"replicas": 1, "kv_bytes": 1 << 18, "max_batch": 4}}
+    pool = local_pool(device=device_for_one(tiny_model), model=small)
     program = pool.popen("survivor.py", "--rank", "0", "--hit", str(tmp_path), "--wait")
     pool.wait_until("it has saved", (tmp_path / "hit.saved").exists)
     (mine,) = ranks(pool)

@@ -217,6 +217,24 @@ def test_nobody_is_spilled_who_is_on_a_device_or_refuses(pool):
     go(body)
 
 
+def test_who_needs_room_waits_for_switches_under_way(pool):
+    p = pool(1, 4, "ab")
+    p.tiers.patience_s = 30.0
+
+    async def body() -> None:
+        await p.create("a")
+        state = p.scheduler.gangs["a/0"]
+        state.residency = Residency.OFFLOADING
+        creating = asyncio.create_task(p.create("b"))
+        done, _ = await asyncio.wait([creating], timeout=0.3)
+        assert not done and p.where() == ({"a"}, set())
+        state.residency = Residency.HOST
+        await creating
+        assert p.where() == ({"b"}, {"a"})
+
+    go(body)
+
+
 def test_no_room_below_either_leaves_it_whole(pool):
     p = pool(1, 1, "abc")
 
