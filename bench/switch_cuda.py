@@ -17,18 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 import torch
 
-from bench.switch_cudarank import layout, rate
+from bench.switch_cudarank import rate
+from bench.switch_rank import layout
 from plexrl.memory.arena import Arena
-from plexrl.memory.cuda import CHUNK
 from plexrl.memory.gate import GATE_BYTES
 from plexrl.memory.pages import PAGE, align_up, create_memfd
 from plexrl.types import DoesNotFit, PlexrlError, Unavailable
 
 GIB = 1 << 30
-TENSORS = 300
-REPEATS = 7
+ROWS = ((GIB, 30), (4 * GIB, 300), (8 * GIB, 3000))
+"""(bytes, tensors). What is measured once is measured with the first that fits."""
+REPEATS = 5
 LOOP_S = 2.0
-RANK = (sys.executable, "-m", "bench.switch_cudarank")
+RANK = (sys.executable, "-m", "bench.switch_gpurank")
 ASLEEP = {
     "torch_memory_saver": lambda: importlib.util.find_spec("torch_memory_saver") is not None,
     "cuda-checkpoint": lambda: shutil.which("cuda-checkpoint") is not None,
@@ -80,37 +81,47 @@ def measure(say: Say) -> dict:
     """All figures, see `table`. Raises Unavailable without a GPU, DoesNotFit on a small one, PlexrlError otherwise."""
     if not torch.cuda.is_available():
         raise Unavailable("torch sees no GPU here", "Run it on a machine with one, with a torch that is built for CUDA")
-    # In a process of its own: this one's context would lie on the GPU beside those that are measured.
-    asked = [sys.executable, "-c", "import torch; print(*torch.cuda.mem_get_info(0))"]
-    free = int(_run(asked, "mem_get_info").split()[0])
-    size = min(4 * GIB, free // 4, psutil.virtual_memory().available // 6) // GIB * GIB
-    if size < GIB:
-        raise DoesNotFit(
-            f"{free} bytes of the GPU and {psutil.virtual_memory().available} of the host are free",
-            f"It takes {4 * GIB} and {6 * GIB} of them",
-        )
-    say("plain pinned copies in one process")
-    figures = json.loads(_run([sys.executable, "-m", "bench.switch_plain", str(size)], "bench.switch_plain"))
-    figures |= exchange(say, size, TENSORS, REPEATS, LOOP_S)
-    figures["offload_share"] = round(figures["offload_gbs"] / figures["plain_out_gbs"], 3)
-    figures["load_share"] = round(figures["load_gbs"] / figures["plain_in_gbs"], 3)
+    # In processes of their own: this one's context would lie on the GPU beside those that are measured.
+    asked = "import torch; print(*torch.cuda.mem_get_info(0))"
+    free = int(_run([sys.executable, "-c", asked], "mem_get_info").split()[0])
+    rows, refused, once = [], [], {}
+    for total, tensors in ROWS:
+        needs = (3 * total, 5 * total)
+        there = (free, psutil.virtual_memory().available)
+        if any(need > have for need, have in zip(needs, there, strict=True)):
+            why = f"takes {needs[0]} bytes of the GPU and {needs[1]} of the host; {there[0]} and {there[1]} are free"
+            refused.append({"bytes": total, "tensors": tensors, "why": why})
+            continue
+        say(f"{total:,} bytes in {tensors} tensors: plain copies, per-tensor copies")
+        plain = json.loads(_run([sys.executable, "-m", "bench.switch_plain", str(total), str(tensors)], "switch_plain"))
+        row, alone = exchange(say, total, tensors, REPEATS, LOOP_S if not once else 0.0)
+        once = once or {"gpu": plain.pop("gpu"), **alone}
+        plain.pop("gpu", None)
+        rows.append({**row, **plain, **_shares(row, plain)})
+    if not rows:
+        raise DoesNotFit(refused[0]["why"], "Free memory on the GPU and the host")
     for name, installed in ASLEEP.items():
-        figures[name] = None
+        once[name] = None
         if installed():
             say(name)
             with contextlib.suppress(PlexrlError):
-                figures[name] = json.loads(_run([sys.executable, "-m", "bench.asleep", name, str(size)], name))
-    return figures
+                once[name] = json.loads(_run([sys.executable, "-m", "bench.asleep", name, str(GIB)], name))
+    return {"device": "cuda", "repeats": REPEATS, **once, "rows": rows, "refused": refused}
 
 
-def exchange(say: Say, size: int, tensors: int, repeats: int, loop_s: float, command: Sequence[str] = RANK) -> dict:
-    """What needs the two processes. size: bytes of each state. Raises PlexrlError when other bytes arrived."""
-    with _two(command, size, tensors) as (ranks, ready):
+def exchange(
+    say: Say, total: int, tensors: int, repeats: int, loop_s: float, command: Sequence[str] = RANK
+) -> tuple[dict, dict]:
+    """What needs the two processes: a row, and what is measured once (only with loop_s, in seconds; else empty).
+
+    total: bytes of each state. Raises PlexrlError when other bytes arrived than were sent.
+    """
+    with _two(command, total, tensors) as (ranks, ready):
         one, other = ranks
+        new = ready[1]["residual_bytes"]
         digests = [_first(rank, seed) for seed, rank in enumerate(ranks)]
         say("each direction alone")
         out, back, first = [], [], []
-        other_asleep = other.ask("residual")["residual_bytes"]
         one.ask("enter")
         for _ in range(repeats):
             out.append(rate(one.ask("leave")))
@@ -125,71 +136,101 @@ def exchange(say: Say, size: int, tensors: int, repeats: int, loop_s: float, com
         holder = ranks.index(one)
         _check(one, "device", digests[holder])
         _check(other, "host", digests[1 - holder])
-        say("copies beside the other's kernels")
-        alone = other.ask("work", seconds=loop_s)["per_second"]
-        quiet = one.ask("loop", seconds=loop_s)
-        other.tell("work", seconds=loop_s)
-        busy = one.ask("loop", seconds=loop_s)
-        beside = other.answer()["per_second"]
+        alone = _once(say, one, other, loop_s) if loop_s else {}
         _check(one, "device", digests[holder])
-        one.ask("leave")
-        asleep = [rank.ask("residual")["residual_bytes"] for rank in ranks]
-        mapping = one.ask("mapping")
-    state = ready[0]["bytes"]
-    longer = state / min(statistics.median(out), statistics.median(back)) / 1e9
-    gib = state / GIB
-    return {
+        say("allocations and bytes")
+        made, step = one.ask("allocations")["count"], one.ask("step")
+        clean = one.ask("clean")["bytes"]
+        asleep = max(rank.ask("residual")["residual_bytes"] for rank in ranks)
+        if alone:
+            mapping = one.ask("mapping")
+            gib = ready[0]["bytes"] / GIB
+            alone |= {
+                "register_s_per_gib": round(statistics.mean(said["register_s"] for said in ready) / gib, 3),
+                "map_s_per_gib": round(mapping["map_s"], 4),
+                "unmap_s_per_gib": round(mapping["unmap_s"], 4),
+                "residual_bytes_new": new,
+                "residual_bytes_asleep": asleep,
+            }
+    state, offload, load = ready[0]["bytes"], statistics.median(out), statistics.median(back)
+    longer = state / min(offload, load) / 1e9
+    row = {
         "bytes": state,
         "tensors": ready[0]["tensors"],
-        "repeats": repeats,
-        "offload_gbs": round(statistics.median(out), 2),
-        "load_gbs": round(statistics.median(back), 2),
-        "exchange_s": round(statistics.median(crossed), 4),
-        "longer_direction_s": round(longer, 4),
-        "exchange_ratio": round(statistics.median(crossed) / longer, 3),
+        "offload_gbs": round(offload, 2),
+        "load_gbs": round(load, 2),
         "first_layer_ms": round(statistics.median(first), 2),
-        "kernels_beside_copies": round(beside / alone, 3),
-        "offload_beside_kernels": round(busy["offload_gbs"] / quiet["offload_gbs"], 3),
-        "load_beside_kernels": round(busy["load_gbs"] / quiet["load_gbs"], 3),
-        "register_s_per_gib": round(statistics.mean(said["register_s"] for said in ready) / gib, 3),
-        "map_s_per_gib": round(mapping["map_s"], 4),
-        "unmap_s_per_gib": round(mapping["unmap_s"], 4),
-        "residual_bytes_new": other_asleep,
-        "residual_bytes_asleep": max(asleep),
-        "digests": "equal on both sides",
+        "exchange_seconds": round(statistics.median(crossed), 4),
+        "exchange_ratio": round(statistics.median(crossed) / longer, 3),
+        "clean_bytes_out": clean,
+        "hot_path_allocations": made,
+        "bytes_moved": step["moved"],
+        "bytes_minimum": step["minimum"],
+        "ours_seconds": round(state / offload / 1e9 + state / load / 1e9, 4),
     }
+    return row, alone
 
 
 def table(figures: dict) -> str:
     """The figures for people."""
 
     def line(what: str, value: object, note: str = "") -> str:
-        return f"  {what:<38} {value!s:>12}  {note}".rstrip()
+        return f"  {what:<38} {value!s:>14}  {note}".rstrip()
 
+    lines = [
+        f"Switching between two processes on {figures['gpu']}; medians of {figures['repeats']}",
+        "GB/s are 1e9 bytes a second; plain: pinned copies in one process, same run; digests equal on both sides",
+        "        bytes tensors  plain out  in  both    out  share     in  share  first ms  exchange s  ratio  clean"
+        "  allocs  moved/min  naive/ours",
+    ]
+    for row in figures["rows"]:
+        lines.append(
+            f"{row['bytes']:>13,} {row['tensors']:>7} {row['plain_out_gbs']:>6.1f} {row['plain_in_gbs']:>6.1f} "
+            f"{row['plain_both_gbs']:>5.1f} {row['offload_gbs']:>6.1f} {row['offload_share']:>6.2f} "
+            f"{row['load_gbs']:>6.1f} {row['load_share']:>6.2f} {row['first_layer_ms']:>9.1f} "
+            f"{row['exchange_seconds']:>11.3f} {row['exchange_ratio']:>6.2f} {row['clean_bytes_out']:>6} "
+            f"{row['hot_path_allocations']:>7} {row['bytes_moved'] / row['bytes_minimum']:>10.3f} "
+            f"{row['naive_seconds'] / row['ours_seconds']:>11.1f}"
+        )
+    lines.append("aims: share 0.9 or more, ratio (exchange to its longer direction) 1.2 or less")
+    lines += [f"not measured: {row['bytes']:,} bytes: {row['why']}" for row in figures["refused"]]
     mib = 1 << 20
-    rows = [
-        f"Switching {figures['bytes']:,} bytes in {figures['tensors']} tensors between two processes",
-        f"on {figures['gpu']}; medians of {figures['repeats']}; GB/s are 1e9 bytes a second",
-        line("plain pinned copy out, GB/s", figures["plain_out_gbs"], "reference, one process, same run"),
-        line("plain pinned copy in, GB/s", figures["plain_in_gbs"], "reference"),
-        line("plain copies both ways at once, each", figures["plain_both_gbs"], "reference"),
-        line("offload, GB/s", figures["offload_gbs"], f"{figures['offload_share']} of the plain copy; aim 0.9"),
-        line("load, GB/s", figures["load_gbs"], f"{figures['load_share']} of the plain copy; aim 0.9"),
-        line("exchange, s", figures["exchange_s"], f"{figures['exchange_ratio']} of the longer direction; aim 1.2"),
-        line("first layer usable after, ms", figures["first_layer_ms"]),
+    asleep, new = figures["residual_bytes_asleep"] // mib, figures["residual_bytes_new"] // mib
+    lines += [
         line("kernels beside the other's copies", figures["kernels_beside_copies"], "of their rate alone"),
         line("offload beside the other's kernels", figures["offload_beside_kernels"], "of its rate alone"),
         line("load beside the other's kernels", figures["load_beside_kernels"], "of its rate alone"),
         line("registering host memory, s per GiB", figures["register_s_per_gib"]),
         line("mapping, unmapping, s per GiB", f"{figures['map_s_per_gib']}, {figures['unmap_s_per_gib']}"),
-        line("a sleeping process holds, MiB", figures["residual_bytes_asleep"] // mib),
-        line("what arrived", figures["digests"]),
+        line("a sleeping process holds, MiB", asleep, f"{new} before its first switch"),
     ]
     for name in ASLEEP:
         found = figures[name]
         said = f"{found['sleep_gbs']}, {found['wake_gbs']}" if found else "not measured"
-        rows.append(line(f"{name} out, in, GB/s", said, "reference"))
-    return "\n".join(rows)
+        lines.append(line(f"{name} out, in, GB/s", said, "reference"))
+    return "\n".join(lines)
+
+
+def _shares(row: dict, plain: dict) -> dict:
+    return {
+        "offload_share": round(row["offload_gbs"] / plain["plain_out_gbs"], 3),
+        "load_share": round(row["load_gbs"] / plain["plain_in_gbs"], 3),
+    }
+
+
+def _once(say: Say, here: Peer, away: Peer, seconds: float) -> dict:
+    """Copies of the one that is on the device beside kernels of the other."""
+    say("copies beside the other's kernels")
+    alone = away.ask("work", seconds=seconds)["per_second"]
+    quiet = here.ask("loop", seconds=seconds)
+    away.tell("work", seconds=seconds)
+    busy = here.ask("loop", seconds=seconds)
+    beside = away.answer()["per_second"]
+    return {
+        "kernels_beside_copies": round(beside / alone, 3),
+        "offload_beside_kernels": round(busy["offload_gbs"] / quiet["offload_gbs"], 3),
+        "load_beside_kernels": round(busy["load_gbs"] / quiet["load_gbs"], 3),
+    }
 
 
 def _first(rank: Peer, seed: int) -> int:
@@ -231,7 +272,7 @@ def _two(command: Sequence[str], size: int, tensors: int) -> Iterator[tuple[list
         ranks = []
         for seat in range(2):
             slab = arena.alloc(f"rank {seat}", state, 0)
-            settings = {**shared, "seat": seat, "slab": slab.offset, "device_bytes": state, "chunk": CHUNK}
+            settings = {**shared, "seat": seat, "slab": slab.offset, "device_bytes": state}
             ranks.append(Peer(command, settings, (memory, gate)))
             stack.callback(ranks[-1].close)
         yield ranks, [rank.answer() for rank in ranks]

@@ -1,7 +1,7 @@
-"""What bench.switch_cuda compares with: `python -m bench.switch_plain BYTES`, one process, plain pinned copies.
+"""What bench.switch_cuda compares with, in one process: `python -m bench.switch_plain BYTES TENSORS`.
 
-Prints one JSON object: GB/s (1e9 bytes a second) out of the GPU, into it, and each way with both under way at once.
-Medians of REPEATS; one buffer on each side, allocated before; no chunks.
+Plain pinned copies out of the GPU, into it, and both at once: one buffer on each side, allocated before, no chunks; and
+per-tensor `.to()` into fresh memory, out and in again. Prints one JSON object; GB/s are 1e9 bytes a second, medians.
 """
 
 import json
@@ -11,18 +11,21 @@ import time
 
 import torch
 
+from bench.switch_rank import layout
+
 REPEATS = 7
+NAIVE_REPEATS = 2
+DEVICE = "cuda:0"
 
 
-def measure(size: int) -> dict:
-    """All figures; checks what it moved."""
-    device = torch.device("cuda:0")
-    there = [torch.full((size,), i, dtype=torch.uint8, device=device) for i in (1, 2)]
+def plain(size: int) -> dict:
+    """GB/s of each direction; checks what it moved."""
+    there = [torch.full((size,), i, dtype=torch.uint8, device=DEVICE) for i in (1, 2)]
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    streams = [torch.cuda.Stream(DEVICE) for _ in range(2)]
 
     def timed(out: bool, back: bool) -> float:
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(DEVICE)
         begun = time.perf_counter()
         if out:
             with torch.cuda.stream(streams[0]):
@@ -30,7 +33,7 @@ def measure(size: int) -> dict:
         if back:
             with torch.cuda.stream(streams[1]):
                 there[1].copy_(host[1], non_blocking=True)
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(DEVICE)
         return size / (time.perf_counter() - begun) / 1e9
 
     host[1].fill_(7)
@@ -40,8 +43,27 @@ def measure(size: int) -> dict:
         figures[f"{name}_gbs"] = round(statistics.median(timed(*ways) for _ in range(REPEATS)), 2)
     if not bool((host[0] == 1).all()) or not bool((there[1] == 7).all()):
         raise SystemExit("the plain copies moved something else than they were given")
-    return {**figures, "gpu": torch.cuda.get_device_name(device)}
+    return figures
+
+
+def naive(size: int, tensors: int) -> dict:
+    """Seconds for every tensor to the host and back, as frameworks do it."""
+    specs = [spec for bucket in layout(size, tensors).buckets for spec, _ in bucket.tensors]
+    held = [torch.ones(spec.shape, device=DEVICE) for spec in specs]
+    seconds = []
+    for _ in range(NAIVE_REPEATS):
+        torch.cuda.synchronize(DEVICE)
+        begun = time.perf_counter()
+        for where in ("cpu", DEVICE):
+            for i, tensor in enumerate(held):
+                held[i] = tensor.to(where)
+        torch.cuda.synchronize(DEVICE)
+        seconds.append(time.perf_counter() - begun)
+    return {"naive_seconds": round(statistics.median(seconds), 3)}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]))))
+    told = [int(word) for word in sys.argv[1:]]
+    measured = {**plain(told[0]), "gpu": torch.cuda.get_device_name(DEVICE)}
+    torch.cuda.empty_cache()
+    print(json.dumps({**measured, **naive(*told)}))

@@ -11,10 +11,10 @@ pytestmark = pytest.mark.gpu
 
 def test_two_processes_exchange_bit_for_bit():
     """exchange() raises when a byte differs; a gibibyte each, more than one of them never on the GPU."""
-    figures = exchange(lambda line: None, 1 << 30, 300, 2, 0.5)
-    assert figures["exchange_ratio"] > 0
+    row, once = exchange(lambda line: None, 1 << 30, 300, 2, 0.5)
+    assert row["exchange_ratio"] > 0 and row["clean_bytes_out"] == 0 and row["hot_path_allocations"] == 0
     # A context and torch's own kernels, no state: far below the state's size.
-    assert 0 < figures["residual_bytes_asleep"] < 1 << 30
+    assert 0 < once["residual_bytes_asleep"] < 1 << 30
 
 
 def test_the_bench_ends_with_a_table():

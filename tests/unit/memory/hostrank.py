@@ -1,11 +1,12 @@
-"""bench.switch_cudarank over virtual memory of the host: `python -m tests.unit.memory.hostrank SETTINGS`."""
+"""bench.switch_gpurank over virtual memory of the host: `python -m tests.unit.memory.hostrank SETTINGS`."""
 
 import json
 import sys
 
 import torch
 
-from bench.switch_cudarank import Rank, serve
+from bench.switch_cudarank import serve
+from bench.switch_gpurank import GpuRank
 from plexrl.memory import cuda_tensor
 from plexrl.memory.cuda import CudaDevice
 from tests.unit.memory.hostvmm import GRAIN, Card, HostVmm, LateMover
@@ -15,7 +16,7 @@ if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     driver = HostVmm(Card(told["device_bytes"] + 2 * GRAIN))
     device = CudaDevice(told["device_bytes"], driver, LateMover(), kind=cuda_tensor.CPU, context=5, chunk=2 * GRAIN)
-    serve(Rank(told, device, "cpu"))
+    serve(GpuRank(told, device, "cpu"))
     device.close()
     if driver.card.used or driver.mapped or driver.reserved:
         sys.exit("the device leaked")

@@ -8,7 +8,7 @@ import torch
 
 from bench import switch_cuda
 from bench.switch_cuda import Peer, exchange, measure, table
-from bench.switch_cudarank import LAYERS, digest, layout
+from bench.switch_cudarank import digest
 from plexrl.types import DoesNotFit, PlexrlError, Unavailable
 
 HOST = (sys.executable, "-m", "tests.unit.memory.hostrank")
@@ -16,28 +16,34 @@ SIZE = 1 << 21
 
 
 @pytest.fixture(scope="module")
-def figures():
+def measured():
     lines = []
     found = exchange(lines.append, SIZE, 160, 2, 0.2, HOST)
-    assert len(lines) == 3
+    assert len(lines) == 4
     return found
 
 
-def test_it_measures_what_the_issue_asks_for(figures):
-    assert figures["bytes"] == layout(SIZE, 160).size and figures["tensors"] == 160
-    for name in ("offload_gbs", "load_gbs", "exchange_s", "exchange_ratio", "first_layer_ms", "kernels_beside_copies"):
-        assert figures[name] > 0, name
-    assert figures["residual_bytes_asleep"] == 5, "a sleeping rank holds its context and nothing else"
-    assert json.loads(json.dumps(figures)) == figures
+def test_it_measures_what_the_issue_asks_for(measured):
+    row, once = measured
+    assert SIZE * 0.9 < row["bytes"] <= SIZE * 1.1 and row["tensors"] == 160
+    for name in ("offload_gbs", "load_gbs", "exchange_seconds", "exchange_ratio", "first_layer_ms", "ours_seconds"):
+        assert row[name] > 0, name
+    assert row["clean_bytes_out"] == 0 and row["bytes_moved"] == row["bytes_minimum"]
+    for name in ("kernels_beside_copies", "offload_beside_kernels", "load_beside_kernels", "map_s_per_gib"):
+        assert once[name] > 0, name
+    assert once["residual_bytes_new"] == once["residual_bytes_asleep"] == 5, "a sleeping rank holds its context alone"
+    assert json.loads(json.dumps(measured)) == list(measured)
 
 
-def test_the_table_names_every_reference(figures):
-    plain = {"plain_out_gbs": 50.0, "plain_in_gbs": 49.0, "plain_both_gbs": 40.0, "gpu": "a GPU"}
-    shares = {"offload_share": 0.95, "load_share": 0.91}
+def test_the_table_names_every_reference(measured):
+    row, once = measured
+    plain = {"plain_out_gbs": 50.0, "plain_in_gbs": 49.0, "plain_both_gbs": 40.0, "naive_seconds": 9.0}
+    row = {**row, **plain, **switch_cuda._shares(row, plain)}
+    refused = [{"bytes": 8, "tensors": 1, "why": "too large"}]
     saver = {"torch_memory_saver": {"sleep_gbs": 2.5, "wake_gbs": 5.5}, "cuda-checkpoint": None}
-    text = table({**figures, **plain, **shares, **saver})
-    assert "a GPU" in text and "50.0" in text and "2.5, 5.5" in text and "not measured" in text
-    assert max(len(line) for line in text.splitlines()) <= 110
+    text = table({**once, **saver, "gpu": "a GPU", "repeats": 2, "rows": [row], "refused": refused})
+    for said in ("a GPU", "50.0", "2.5, 5.5", "not measured", "too large"):
+        assert said in text, said
 
 
 def test_other_bytes_than_were_sent_are_found(monkeypatch):
@@ -49,12 +55,12 @@ def test_other_bytes_than_were_sent_are_found(monkeypatch):
 
     monkeypatch.setattr(Peer, "ask", spoilt)
     with pytest.raises(PlexrlError, match="other bytes than were sent are on the device"):
-        exchange(lambda line: None, SIZE, 160, 1, 0.1, HOST)
+        exchange(lambda line: None, SIZE, 160, 1, 0.0, HOST)
 
 
 def test_a_rank_that_ends_is_an_error_and_leaves_no_process():
     with pytest.raises(PlexrlError, match="ended with status 3"):
-        exchange(lambda line: None, SIZE, 160, 1, 0.1, (sys.executable, "-c", "raise SystemExit(3)"))
+        exchange(lambda line: None, SIZE, 160, 1, 0.0, (sys.executable, "-c", "raise SystemExit(3)"))
 
 
 def test_digests_see_values_and_places():
@@ -67,14 +73,6 @@ def test_digests_see_values_and_places():
     assert len(seen) == 3 and digest(buffer.clone().view(torch.uint8)) in seen
 
 
-@pytest.mark.parametrize("tensors", [30, 300, 3000])
-def test_the_layout_has_the_bytes_and_a_bucket_for_each_layer(tensors):
-    manifest = layout(1 << 24, tensors)
-    assert sum(len(bucket.tensors) for bucket in manifest.buckets) == max(tensors, 4 * LAYERS)
-    assert 0.9 < manifest.size / (1 << 24) <= 1.05
-    assert sum(bucket.name.startswith("weights") for bucket in manifest.buckets) == LAYERS
-
-
 def test_without_a_gpu_it_says_so_and_measures_nothing(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="no GPU"):
@@ -85,5 +83,5 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(monkeypatch, capsys):
 def test_a_small_gpu_is_refused_with_the_figures(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(switch_cuda, "_run", lambda command, what: "2000000000 2000000000")
-    with pytest.raises(DoesNotFit, match="2000000000 bytes of the GPU"):
+    with pytest.raises(DoesNotFit, match="2000000000 and"):
         measure(lambda line: None)
