@@ -3,19 +3,16 @@
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import typer
 
 from plexrl.cli.books import trusted
-from plexrl.types import BadInput, PlexrlError, Unavailable
+from plexrl.cli.inside import ask, own_job, own_pool
+from plexrl.types import BadInput, PlexrlError
 from plexrl.wire.registry import Registry
 
 app = typer.Typer(add_completion=False)
-_ANSWER_S = 60.0
-_PROXY = "http://127.0.0.1:"
 _OLD_S = 10
 
 
@@ -35,31 +32,13 @@ def explain(
     Inside a job of a pool, also from another terminal with its environment, it tells of that job. Root and the pool's
     account may ask for any job of the pool, from anywhere that sees its state_dir.
     """
-    address, key = os.environ.get("TINKER_BASE_URL", ""), os.environ.get("TINKER_API_KEY", "")
-    if address.startswith(_PROXY) and job in ("", os.environ.get("SLURM_JOB_ID", "")):
-        found = ask(address, key)
+    if own_pool() and job in ("", own_job()):
+        found = ask("explain")
     elif not job:
         raise BadInput("no job was named", "Write: plexrl explain JOB, or run it inside a job of a pool")
     else:
         found = look(trusted(registry, pool_uids) if registry else None, job)
     print(json.dumps(found) if as_json else found["explained"])
-
-
-def ask(address: str, key: str) -> dict[str, str]:
-    """What the pool says of the job that we are in. Raises Unavailable, or BadInput with its refusal."""
-    request = urllib.request.Request(f"{address.rstrip('/')}/plexrl/v1/explain", headers={"X-API-Key": key})
-    # The proxy is on this host: no other proxy between.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=_ANSWER_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        detail = json.load(error).get("detail", "")
-        if error.code in (402, 408, 429):
-            raise Unavailable(f"the pool does not answer now: {detail}", "Try again") from error
-        raise BadInput(f"the pool refused: {detail}", "Run it inside a job of a pool, with its environment") from error
-    except OSError as error:
-        raise Unavailable(f"nobody listens at {address} ({error})", "The job's proxy ends with the job") from error
 
 
 def look(books: Registry | None, job: str) -> dict[str, str]:

@@ -16,11 +16,15 @@ USERS, ADMINS, EVERYBODY = "Users", "Administrators", "Trying it out"
 # name -> (help panel, one line for `plexrl --help`); module plexrl.cli.<name> holds its `app`
 GROUPS = {
     "attach": (USERS, "Run a command as a logical job of a pool of your own, without Slurm."),
+    "queue": (USERS, "Pools, their GPUs, and how many calls are open."),
+    "jobs": (USERS, "Your logical jobs, and why each of them waits."),
     "explain": (USERS, "Why a job waits, and what for."),
+    "cancel": (USERS, "End a logical job."),
+    "checkpoint": (USERS, "Your checkpoints at a pool: list, delete."),
     "report": (USERS, "GPU hours charged, what dedicated runs would have held, and the difference."),
     "pool": (ADMINS, "Declare, start, watch, drain and stop pools."),
     "trace": (ADMINS, "Write what a pool recorded as a workload for plexrl simulate."),
-    "config": (ADMINS, "Check a plexrl.yaml."),
+    "config": (ADMINS, "Check a plexrl.yaml, show it with its defaults, compare two."),
     "model": (ADMINS, "Make model folders that a pool can serve."),
     "simulate": (EVERYBODY, "Jobs on a simulated cluster, under the scheduler of the live pool."),
     "demo": (EVERYBODY, "Two RL jobs of two users share two GPUs on a development cluster."),

@@ -1,4 +1,5 @@
-"""What is ours and no part of the Tinker API: why a job waits, and what its OpenAI API (plexrl.attach.openai) needs."""
+"""What is ours and no part of the Tinker API: what the command line asks from within a job, and what OpenAI's API
+(plexrl.attach.openai) needs."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -11,13 +12,18 @@ from plexrl.gateway.names import identifier
 from plexrl.gateway.refusals import malformed
 from plexrl.types import (
     AnyCommand,
+    CheckpointsList,
+    DeleteCheckpoint,
     Explain,
     Explained,
     GetDrawn,
     HttpRequest,
     HttpResponse,
+    ListCheckpoints,
     ListModels,
+    Look,
     ModelsList,
+    Seen,
     SoFar,
 )
 from plexrl.types.drawn import Drawn, Sequence
@@ -44,10 +50,26 @@ def get_drawn(request: HttpRequest) -> GetDrawn:
     return GetDrawn(request_id=identifier("request_id", asked.request_id), have=asked.have)
 
 
+class _Delete(Struct, forbid_unknown_fields=True):
+    path: str
+
+
+def delete_checkpoint(request: HttpRequest) -> DeleteCheckpoint:
+    """checkpoints/delete: JSON `{path}`."""
+    try:
+        asked = msgspec.json.decode(request.body, type=_Delete)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise malformed(error) from error
+    return DeleteCheckpoint(path=asked.path)
+
+
 ROUTES: dict[tuple[str, str], Callable[[HttpRequest], AnyCommand]] = {
     ("GET", f"{OWN}explain"): lambda request: Explain(),
     ("GET", f"{OWN}models"): lambda request: ListModels(),
     ("POST", f"{OWN}drawn"): get_drawn,
+    ("GET", f"{OWN}pool"): lambda request: Look(),
+    ("GET", f"{OWN}checkpoints"): lambda request: ListCheckpoints(),
+    ("POST", f"{OWN}checkpoints/delete"): delete_checkpoint,
 }
 
 
@@ -55,7 +77,7 @@ def _explained(command: AnyCommand, answer: Explained) -> HttpResponse:
     return _json({"job": answer.job, "explained": answer.text})
 
 
-def _models(command: AnyCommand, answer: ModelsList) -> HttpResponse:
+def _as_it_is(command: AnyCommand, answer: ModelsList | Seen | CheckpointsList) -> HttpResponse:
     return _json(answer)
 
 
@@ -91,6 +113,8 @@ def _json(body: Any) -> HttpResponse:
 
 RENDERERS: dict[type, Callable[[Any, Any], HttpResponse]] = {
     Explained: _explained,
-    ModelsList: _models,
+    ModelsList: _as_it_is,
+    Seen: _as_it_is,
+    CheckpointsList: _as_it_is,
     SoFar: _so_far,
 }

@@ -13,9 +13,11 @@ from plexrl.types import (
     ApiError,
     Cancel,
     CapabilitiesList,
+    DeleteCheckpoint,
     Done,
     Failed,
     FinishSession,
+    GetDrawn,
     Heartbeat,
     HttpResponse,
     ModelInfo,
@@ -38,6 +40,7 @@ _OK_BODIES: dict[type, dict[str, Any]] = {
     Telemetry: {"status": "accepted"},
     FinishSession: {},
     Cancel: {},
+    DeleteCheckpoint: {},
 }
 _ERROR_TYPES = {
     400: "bad_request",
@@ -123,7 +126,7 @@ def _failed(command: AnyCommand, answer: Failed) -> HttpResponse:
 
 def _pending(command: AnyCommand, answer: Pending) -> HttpResponse:
     """408: the SDK asks again at once and in silence; under 200 it would log a warning at every poll."""
-    if not isinstance(command, Retrieve):
+    if not isinstance(command, Retrieve | GetDrawn):
         raise TypeError(f"Pending answers no {type(command).__name__}")
     body = {"type": "try_again", "request_id": command.request_id, "queue_state": "active"}
     if answer.reason:

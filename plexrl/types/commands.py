@@ -213,6 +213,25 @@ class Explain(Command, frozen=True, tag="explain"):
     verb: ClassVar[str] = "explain"
 
 
+class Look(Command, frozen=True, tag="look"):
+    """What the pool does, as far as that is the peer's to see. Answered by Seen."""
+
+    verb: ClassVar[str] = "look"
+
+
+class ListCheckpoints(Command, frozen=True, tag="list_checkpoints"):
+    """Answered by CheckpointsList: those of the peer's user, of all their jobs."""
+
+    verb: ClassVar[str] = "list_checkpoints"
+
+
+class DeleteCheckpoint(Command, frozen=True, tag="delete_checkpoint"):
+    """Answered by Ok when its files are gone; ApiError 404 when the user has no such path, 400 while it is used."""
+
+    verb: ClassVar[str] = "delete_checkpoint"
+    path: str
+
+
 AnyCommand = (
     OpenSession
     | Heartbeat
@@ -232,6 +251,9 @@ AnyCommand = (
     | Telemetry
     | Capabilities
     | Explain
+    | Look
+    | ListCheckpoints
+    | DeleteCheckpoint
 )
 
 
@@ -355,6 +377,51 @@ class Explained(Struct, frozen=True, kw_only=True):
     text: str
 
 
+class GpuSeen(Struct, frozen=True, kw_only=True):
+    """A GPU: the gang that has its turn there ("": none), in which phase, and whether it works for the peer's user."""
+
+    gpu: str
+    turn: str
+    phase: str
+    yours: bool
+
+
+class JobSeen(Struct, frozen=True, kw_only=True):
+    """A job of the peer's user. open_calls: accepted and not ended. explained: why it waits."""
+
+    job: str
+    user: str
+    open_calls: int
+    models: tuple[str, ...]
+    explained: str
+
+
+class Seen(Struct, frozen=True, kw_only=True):
+    """open_calls, jobs_attached: of everybody; jobs: of the peer's user."""
+
+    gpus: tuple[GpuSeen, ...]
+    open_calls: int
+    jobs_attached: int
+    jobs: tuple[JobSeen, ...]
+
+
+class Checkpoint(Struct, frozen=True, kw_only=True):
+    """A saved state (kind `weights`) or a published version on disk (`sampler_weights`). saved: unix seconds."""
+
+    path: str
+    kind: str
+    base: str
+    lora_rank: int | None
+    bytes: int
+    saved: int
+
+
+class CheckpointsList(Struct, frozen=True, kw_only=True):
+    """Newest first."""
+
+    checkpoints: tuple[Checkpoint, ...]
+
+
 AnyAnswer = (
     SessionOpened
     | Promise
@@ -370,4 +437,6 @@ AnyAnswer = (
     | Ok
     | CapabilitiesList
     | Explained
+    | Seen
+    | CheckpointsList
 )

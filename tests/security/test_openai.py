@@ -1,4 +1,4 @@
-"""OpenAI's API for several users of one pool: versions are their user's alone, keys are their job's alone."""
+"""Routes of our own for several users: versions, checkpoints and jobs are their user's alone, keys their job's."""
 
 import contextlib
 import json
@@ -150,3 +150,32 @@ def test_keys_stand_in_no_log_no_argv_no_environment_and_no_file(pool: LocalPool
             assert secret not in Path(f"/proc/{process.pid}/{name}").read_bytes()
     files = [path for path in pool.root.rglob("*") if path.is_file()]
     assert files and not [path for path in files if secret in path.read_bytes()]
+
+
+def test_checkpoints_and_jobs_are_told_to_their_user_only(pool: LocalPool):
+    owner, sibling, stranger = WireJob(pool, 7004), WireJob(pool, 7005), WireJob(pool, 8004)
+
+    def ask(job: WireJob, route: str, **body: object):
+        raw = json.dumps(body).encode() if body else b""
+        return job.ask("POST" if body else "GET", f"/plexrl/v1/{route}", {}, raw)
+
+    try:
+        model = owner.model("tiny", 8)
+        path = owner.wait(owner.save(model, 1, "kept")).json["path"]
+        assert path not in str(ask(stranger, "checkpoints").json)
+        refused = ask(stranger, "checkpoints/delete", path=path)
+        missing = ask(stranger, "checkpoints/delete", path=path.replace("kept", "none"))
+        assert refused.status == missing.status == 404
+        assert refused.detail.replace("kept", "none") == missing.detail
+        escape = path.replace("tinker://", "tinker://../7/")
+        assert ask(stranger, "checkpoints/delete", path=escape).status == 404
+        assert (
+            "7004.0" not in ask(stranger, "pool").body.decode() and "user7" not in ask(stranger, "pool").body.decode()
+        )
+        assert {"7004.0", "7005.0"} <= {job["job"] for job in ask(sibling, "pool").json["jobs"]}
+        assert path in [each["path"] for each in ask(sibling, "checkpoints").json["checkpoints"]]
+        assert ask(sibling, "checkpoints/delete", path=path).status == 200
+        assert path not in str(ask(owner, "checkpoints").json)
+    finally:
+        for job in (owner, sibling, stranger):
+            job.close()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm.site import POOL, Site
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ session, seq) for samples, (session, seq) for creations, the idempotency header 
 """
 
 from plexrl.pool.api.access import Access
+from plexrl.pool.api.checkpoints import Checkpoints
 from plexrl.pool.api.futures import Futures
 from plexrl.pool.api.intake import Intake
+from plexrl.pool.api.looks import Looks
 from plexrl.pool.api.models import Models
 from plexrl.pool.api.sampling import Sampling
 from plexrl.pool.api.sessions import Sessions
@@ -32,12 +34,15 @@ class Api:
         self.progress = Progress(core)
         self._training = Training(core, access, intake, deployments)
         models = Models(core, access, deployments)
+        futures = Futures(core, groups, turns, models, self.progress)
         parts = (
             Sessions(core, access, deployments),
             models,
             self._training,
             Sampling(core, access, intake, deployments, turns),
-            Futures(core, groups, turns, models, self.progress),
+            futures,
+            Looks(core, futures),
+            Checkpoints(core, access),
         )
         verbs = [command.verb for command in commands.AnyCommand.__args__]
         self._answers = {verb: getattr(part, verb) for part in parts for verb in verbs if hasattr(part, verb)}

@@ -73,15 +73,15 @@ class Futures:
 
     def _why(self, peer: Peer, entry: Entry) -> str:
         if entry.accepted is not None:
-            return self._told(peer, entry.id)
+            return self.told(peer, entry.id)
         model = self._core.book.models.get(entry.id.rpartition(":")[0])
-        return self._told(peer, peer.job) if model and model.created.group in self._groups.asked else ""
+        return self.told(peer, peer.job) if model and model.created.group in self._groups.asked else ""
 
     async def explain(self, peer: Peer, command: commands.Explain) -> commands.Explained:
         """Why the peer's own job waits."""
-        return commands.Explained(job=peer.job, text=self._told(peer, peer.job))
+        return commands.Explained(job=peer.job, text=self.told(peer, peer.job))
 
-    def _told(self, peer: Peer, name: str) -> str:
+    def told(self, peer: Peer, name: str) -> str:
         """What a job or call waits for, without the names of other users' jobs."""
 
         def veil(found: re.Match) -> str:

@@ -1,5 +1,6 @@
 """The root of the command line: quick, listing every group, one message per error."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,22 @@ def test_help_imports_no_room():
     loaded = done.stdout.splitlines()[-1].split()
     assert [name for name in loaded if not name.startswith(("plexrl.types", "plexrl.cli"))] == []
     assert "plexrl.cli.pool" not in loaded
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("plexrl jo", "jobs"),
+        ("plexrl checkpoint de", "delete"),
+        ("plexrl jobs --js", "--json"),
+        ("plexrl config s", "show"),
+    ],
+)
+def test_the_shell_completes_verbs_and_options(typed: str, offered: str):
+    words = {"_PLEXRL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    command = [sys.executable, "-m", "plexrl.cli.main"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, **words})
+    assert shown.stdout.split() == [offered]
 
 
 def test_unknown_group_is_a_usage_error():
