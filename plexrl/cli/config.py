@@ -1,19 +1,22 @@
 """`plexrl config`: looks at a plexrl.yaml before a pool does."""
 
+import json
 from pathlib import Path
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
+from plexrl.cli.written import differences, for_json, written
 from plexrl.config import load
 
-app = typer.Typer(no_args_is_help=True, help="Check a plexrl.yaml.")
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
 def group() -> None:
-    """Check a plexrl.yaml."""
+    """Check a plexrl.yaml, show what it says with all defaults, compare two."""
 
 
 @app.command()
@@ -33,3 +36,39 @@ def check(
     console.print(
         f"{file}: good. State in {config.state_dir}; each {config.device.kind} GPU {config.device.bytes} bytes."
     )
+
+
+@app.command()
+def show(
+    file: Path = typer.Argument(..., metavar="FILE", help="The plexrl.yaml to read."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Print every key of FILE with its value, defaults too; what is printed is a plexrl.yaml itself."""
+    found = written(load(file))
+    if as_json:
+        print(json.dumps(for_json(found), indent=2))
+    else:
+        print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=120), end="")
+
+
+@app.command()
+def diff(
+    old: Path = typer.Argument(..., metavar="OLD", help="A plexrl.yaml."),
+    new: Path = typer.Argument(..., metavar="NEW", help="Another one."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Print what changes from OLD to NEW, by what the files mean and not how they are written. Ends with 1 if anything.
+
+    A pool reads its file when it starts.
+    """
+    rows = differences(load(old), load(new))
+    if as_json:
+        print(json.dumps([dict(zip(("key", "old", "new"), row, strict=True)) for row in rows]))
+    elif rows:
+        table = Table("key", str(old), str(new), box=None)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+    else:
+        print("they mean the same")
+    raise typer.Exit(1 if rows else 0)
