@@ -68,9 +68,8 @@ def _in_slurm(found: list[dict[str, Any]], known: set[str]) -> list[dict[str, An
     if not shutil.which("squeue"):
         return []
     by_name = {each["pool"]: each for each in found}
-    slurm = SlurmCommands()
     try:
-        infos = slurm.jobs(slurm.active()).values()
+        infos = SlurmCommands().holders(f"{_LICENCE}{name}" for name in by_name).values()
     except PlexrlError as error:
         typer.echo(f"plexrl: Slurm was not asked: {error}", err=True)
         return []

@@ -8,7 +8,7 @@ from plexrl.pool.book import Model
 from plexrl.pool.core import Core, category_of
 from plexrl.pool.groups import Groups
 from plexrl.pool.turns import Turns
-from plexrl.types import ApiError, Call, DoesNotFit, Peer, PlexrlError, Role, commands, records
+from plexrl.types import ApiError, Call, DoesNotFit, Peer, PlexrlError, Role, answers, records
 
 log = logging.getLogger("plexrl.head")
 
@@ -44,7 +44,7 @@ class Deployments:
         init_path: str = "",
         init_optimizer: bool = False,
         promise: str = "create_model",
-    ) -> commands.Promise:
+    ) -> answers.Promise:
         """Promise the deployment, and place it now or when there is room.
 
         Raises ApiError when it would not fit the empty pool or the job has too many.
@@ -86,7 +86,7 @@ class Deployments:
         )
         self._turns.tick()
         self.start(core.book.models[model])
-        return commands.Promise(request_id=f"{model}:0", model=model)
+        return answers.Promise(request_id=f"{model}:0", model=model)
 
     def start(self, model: Model) -> None:
         """Make the deployment on its gang as soon as that is built."""

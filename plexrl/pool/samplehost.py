@@ -11,6 +11,7 @@ from plexrl.types import Moved, PlexrlError
 
 log = logging.getLogger("plexrl.enginehost")
 PROGRESS_S = 0.1
+PROGRESS_S_PER_BYTE = 1e-6  # the whole is told each time: many long answers, more rarely
 
 
 class SampleHost:
@@ -21,7 +22,7 @@ class SampleHost:
         self._node = node
         self._live: OrderedDict[str, float] = OrderedDict()
         self._cpu_us: dict[str, float] = {}
-        self._watched: dict[str, tuple[float, int]] = {}  # calls whose progress is asked for: when and what was told
+        self._watched: dict[str, tuple[float, int]] = {}  # calls to tell the progress of: when next, what was told
         self._stopped = True
         self.deployments: set[str] = set()
         self.versions: set[str] = set()
@@ -62,10 +63,10 @@ class SampleHost:
         for call, (at, tokens) in list(self._watched.items()):
             if call not in self._live:
                 del self._watched[call]
-            elif now - at >= PROGRESS_S:
+            elif now >= at:
                 drawn, body = self._engine.drawn(call)
                 if drawn > tokens:
-                    self._watched[call] = (now, drawn)
+                    self._watched[call] = (now + PROGRESS_S + len(body) * PROGRESS_S_PER_BYTE, drawn)
                     told.append(Progress(call=call, tokens=drawn, body=body))
         return told
 

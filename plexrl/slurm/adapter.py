@@ -94,6 +94,10 @@ class Slurm(Protocol):
         """Many jobs in one call; those that slurmctld does not know are left out."""
         ...
 
+    def holders(self, licences: Iterable[str]) -> dict[int, JobInfo]:
+        """Jobs visible to this user that have not ended and hold or ask for one of these licences."""
+        ...
+
     def active(self) -> list[int]:
         """Ids of all jobs visible to this user that have not ended."""
         ...

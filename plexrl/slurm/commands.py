@@ -64,18 +64,27 @@ class SlurmCommands:
         ids = sorted(set(job_ids))
         if not ids:
             return {}
+        found = self._squeue("--states=all", f"--jobs={','.join(map(str, ids))}")
+        return {job.id: job for job in found if job.id in ids}
+
+    def holders(self, licences: Iterable[str]) -> dict[int, JobInfo]:
+        names = sorted(set(licences))
+        if not names:
+            return {}
+        found = self._squeue(f"--states={_QUEUE_STATES}", f"--licenses={','.join(names)}")
+        return {job.id: job for job in found if job.licenses.keys() & set(names)}
+
+    def _squeue(self, *options: str) -> list[JobInfo]:
         token = _token()
         fields = ",".join(f"{name}:0{token}" for name in _JOB_FIELDS)
-        command = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={','.join(map(str, ids))}"]
+        command = ["squeue", "--noheader", "--array", *options]
         done = self._try(*command, f"--Format={fields}")
         if done.returncode and _NO_JOB in done.stderr:
-            return {}
+            return []
         output = self._checked(command, done)
         if "Invalid job format" in done.stderr:  # squeue goes on without the field, and ends with 0
             raise Unavailable(f"This Slurm's squeue lacks a field: {done.stderr.strip()}", "See squeue --helpformat")
-        rows = _rows(output, token, len(_JOB_FIELDS))
-        found = [_job_info(row) for row in rows]
-        return {job.id: job for job in found if job.id in ids}
+        return [_job_info(row) for row in _rows(output, token, len(_JOB_FIELDS))]
 
     def active(self) -> list[int]:
         output = self._call("squeue", "--noheader", "--array", f"--states={_QUEUE_STATES}", "--Format=JobID:0")

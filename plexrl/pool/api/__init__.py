@@ -18,7 +18,7 @@ from plexrl.pool.deployments import Deployments
 from plexrl.pool.groups import Groups
 from plexrl.pool.progress import Progress
 from plexrl.pool.turns import Turns
-from plexrl.types import Peer, commands
+from plexrl.types import Peer, answers, commands
 
 __all__ = ["Api"]
 
@@ -47,7 +47,7 @@ class Api:
         verbs = [command.verb for command in commands.AnyCommand.__args__]
         self._answers = {verb: getattr(part, verb) for part in parts for verb in verbs if hasattr(part, verb)}
 
-    async def answer(self, peer: Peer, command: commands.Command) -> commands.AnyAnswer:
+    async def answer(self, peer: Peer, command: commands.Command) -> answers.AnyAnswer:
         """Raises ApiError for what the peer may not do or has got wrong."""
         return await self._answers[command.verb](peer, command)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from plexrl.pool.api.access import PATH, Access
 from plexrl.pool.core import Core
 from plexrl.pool.layout import meta_of
-from plexrl.types import ApiError, Peer, PlexrlError, commands
+from plexrl.types import ApiError, Peer, PlexrlError, answers, commands
 
 _KINDS = ("weights", "sampler_weights")
 _GONE = ".deleted-"
@@ -23,12 +23,12 @@ class Checkpoints:
         self._core = core
         self._access = access
 
-    async def list_checkpoints(self, peer: Peer, command: commands.ListCheckpoints) -> commands.CheckpointsList:
+    async def list_checkpoints(self, peer: Peer, command: commands.ListCheckpoints) -> answers.CheckpointsList:
         """Read from the disk, so that what an earlier head or pool wrote is there too."""
         found = await asyncio.to_thread(_listed, self._core.layout.checkpoints / str(peer.uid))
-        return commands.CheckpointsList(checkpoints=tuple(sorted(found, key=lambda each: -each.saved)))
+        return answers.CheckpointsList(checkpoints=tuple(found))
 
-    async def delete_checkpoint(self, peer: Peer, command: commands.DeleteCheckpoint) -> commands.Ok:
+    async def delete_checkpoint(self, peer: Peer, command: commands.DeleteCheckpoint) -> answers.Ok:
         """Its name is free at once, its files in a moment."""
         folder = self._folder(peer, command.path)
         book = self._core.book
@@ -40,7 +40,7 @@ class Checkpoints:
         if loading or any(accepted.work.get("folder") == str(folder) for accepted in opened):
             raise ApiError(400, f"{command.path} is being written or read", "Delete it when that call has ended")
         await asyncio.to_thread(_delete, folder)
-        return commands.Ok()
+        return answers.Ok()
 
     def _folder(self, peer: Peer, path: str) -> Path:
         parts = path.removeprefix(PATH).split("/")
@@ -52,8 +52,9 @@ class Checkpoints:
         raise ApiError(404, f"there is no checkpoint {path[:300]!r} of yours", "plexrl checkpoint list tells those")
 
 
-def _listed(root: Path) -> list[commands.Checkpoint]:
-    found = []
+def _listed(root: Path) -> list[answers.Checkpoint]:
+    """Newest first."""
+    found: list[tuple[float, answers.Checkpoint]] = []
     for kind in _KINDS:
         for folder in root.glob(f"*/{kind}/*"):
             if folder.name.startswith(".") or not folder.is_dir():
@@ -64,17 +65,17 @@ def _listed(root: Path) -> list[commands.Checkpoint]:
                 meta = json.loads(meta_of(folder).read_text()) if meta_of(folder).is_file() else {}
                 # A model's id is in its folder's name, its colons written as plus signs.
                 model = folder.parent.parent.name.replace("+", ":")
-                found.append(
-                    commands.Checkpoint(
-                        path=f"{PATH}{model}/{kind}/{folder.name}",
-                        kind=kind,
-                        base=meta.get("base", ""),
-                        lora_rank=meta.get("lora_rank"),
-                        bytes=sum(file.st_size for file in files),
-                        saved=int(folder.stat().st_mtime),
-                    )
+                saved = folder.stat().st_mtime
+                checkpoint = answers.Checkpoint(
+                    path=f"{PATH}{model}/{kind}/{folder.name}",
+                    kind=kind,
+                    base=meta.get("base", ""),
+                    lora_rank=meta.get("lora_rank"),
+                    bytes=sum(file.st_size for file in files),
+                    saved=int(saved),
                 )
-    return found
+                found.append((saved, checkpoint))
+    return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
 def _delete(folder: Path) -> None:

@@ -9,7 +9,7 @@ from plexrl.pool.core import Core
 from plexrl.pool.groups import Groups
 from plexrl.pool.progress import Progress
 from plexrl.pool.turns import Turns
-from plexrl.types import ApiError, CallKind, Peer, commands, records
+from plexrl.types import ApiError, CallKind, Peer, answers, commands, records
 
 log = logging.getLogger("plexrl.head")
 HOLD_S = 25.0
@@ -26,34 +26,32 @@ class Futures:
         self._models = models
         self._progress = progress
 
-    async def retrieve(
-        self, peer: Peer, command: commands.Retrieve
-    ) -> commands.Done | commands.Failed | commands.Pending:
+    async def retrieve(self, peer: Peer, command: commands.Retrieve) -> answers.Done | answers.Failed | answers.Pending:
         """The poll is held for HOLD_S seconds at most."""
         if (unloaded := self._models.unloaded(peer, command.request_id)) is not None:
             return unloaded
         entry = self._entry(peer, command.request_id)
         if not await self._core.wait(entry, HOLD_S):
-            return commands.Pending(reason=self._why(peer, entry))
+            return answers.Pending(reason=self._why(peer, entry))
         return self._given(entry)
 
     async def get_drawn(
         self, peer: Peer, command: commands.GetDrawn
-    ) -> commands.SoFar | commands.Failed | commands.Pending:
+    ) -> answers.SoFar | answers.Failed | answers.Pending:
         """What a sample has drawn so far, held like a poll; its end is that of any future."""
         entry = self._entry(peer, command.request_id)
         if entry.accepted is None or entry.accepted.call.kind is not CallKind.SAMPLE:
             raise ApiError(400, f"{entry.id} is no sample", "Poll it with retrieve_future")
         version = str(entry.accepted.work["version"])
         if not await self._progress.wait(entry, command.have, HOLD_S):
-            return commands.Pending(reason=self._why(peer, entry))
+            return answers.Pending(reason=self._why(peer, entry))
         if entry.ended is None:
-            return commands.SoFar(version=version, ended=False, body=self._progress.body(entry.id))
+            return answers.SoFar(version=version, ended=False, body=self._progress.body(entry.id))
         await self._core.settled(entry.id)
         found = self._given(entry)
-        if isinstance(found, commands.Failed):
+        if isinstance(found, answers.Failed):
             return found
-        return commands.SoFar(version=version, ended=True, body=found.body)
+        return answers.SoFar(version=version, ended=True, body=found.body)
 
     def _entry(self, peer: Peer, request_id: str) -> Entry:
         entry = self._core.book.entries.get(request_id)
@@ -61,15 +59,15 @@ class Futures:
             raise ApiError(410, f"there is no request {request_id!r} of this job", "Submit it again")
         return entry
 
-    def _given(self, entry: Entry) -> commands.Done | commands.Failed:
+    def _given(self, entry: Entry) -> answers.Done | answers.Failed:
         """The end of a future; that it was given is noted once."""
         ended = entry.ended
         assert ended is not None
         if not entry.delivered:
             self._core.commit(records.Delivered(now_us=self._core.now_us(), id=entry.id, job=entry.job), durable=False)
         if not ended.ok:
-            return commands.Failed(error=ended.error, category="user" if ended.category == "user" else "server")
-        return commands.Done(content_type=ended.content_type, body=ended.body, headers=ended.headers)
+            return answers.Failed(error=ended.error, category="user" if ended.category == "user" else "server")
+        return answers.Done(content_type=ended.content_type, body=ended.body, headers=ended.headers)
 
     def _why(self, peer: Peer, entry: Entry) -> str:
         if entry.accepted is not None:
@@ -77,9 +75,9 @@ class Futures:
         model = self._core.book.models.get(entry.id.rpartition(":")[0])
         return self.told(peer, peer.job) if model and model.created.group in self._groups.asked else ""
 
-    async def explain(self, peer: Peer, command: commands.Explain) -> commands.Explained:
+    async def explain(self, peer: Peer, command: commands.Explain) -> answers.Explained:
         """Why the peer's own job waits."""
-        return commands.Explained(job=peer.job, text=self.told(peer, peer.job))
+        return answers.Explained(job=peer.job, text=self.told(peer, peer.job))
 
     def told(self, peer: Peer, name: str) -> str:
         """What a job or call waits for, without the names of other users' jobs."""
@@ -90,32 +88,32 @@ class Futures:
 
         return _JOB.sub(veil, self._core.scheduler.explain(name))
 
-    async def cancel(self, peer: Peer, command: commands.Cancel) -> commands.Ok:
+    async def cancel(self, peer: Peer, command: commands.Cancel) -> answers.Ok:
         """End a sample early; a training call goes to its end."""
         entry = self._entry(peer, command.request_id)
         if entry.accepted is not None and entry.ended is None and entry.accepted.call.kind is CallKind.SAMPLE:
             self._turns.cancel(entry.accepted.call)
-        return commands.Ok()
+        return answers.Ok()
 
-    async def telemetry(self, peer: Peer, command: commands.Telemetry) -> commands.Ok:
+    async def telemetry(self, peer: Peer, command: commands.Telemetry) -> answers.Ok:
         """Noted, not kept."""
         log.debug("telemetry of job %s: %d bytes", peer.job, len(command.body))
-        return commands.Ok()
+        return answers.Ok()
 
-    async def capabilities(self, peer: Peer, command: commands.Capabilities) -> commands.CapabilitiesList:
+    async def capabilities(self, peer: Peer, command: commands.Capabilities) -> answers.CapabilitiesList:
         """The base models that the peer may use."""
-        return commands.CapabilitiesList(
+        return answers.CapabilitiesList(
             models=tuple(
-                commands.Capability(name=name, max_context=config.max_context)
+                answers.Capability(name=name, max_context=config.max_context)
                 for name, config in self._core.config.models.items()
                 if config.allows(peer.account)
             )
         )
 
-    async def list_models(self, peer: Peer, command: commands.ListModels) -> commands.ModelsList:
+    async def list_models(self, peer: Peer, command: commands.ListModels) -> answers.ModelsList:
         """What the peer may sample from now."""
         mine = (v.published for v in self._core.book.versions.values() if v.in_memory and v.published.uid == peer.uid)
-        return commands.ModelsList(
+        return answers.ModelsList(
             bases=(await self.capabilities(peer, commands.Capabilities())).models,
-            versions=tuple(commands.Version(path=v.version, base=v.base, created_us=v.now_us) for v in mine),
+            versions=tuple(answers.Version(path=v.version, base=v.base, created_us=v.now_us) for v in mine),
         )

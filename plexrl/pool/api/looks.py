@@ -2,7 +2,7 @@
 
 from plexrl.pool.api.futures import Futures
 from plexrl.pool.core import Core
-from plexrl.types import Peer, commands
+from plexrl.types import Peer, answers, commands
 
 
 class Looks:
@@ -12,7 +12,7 @@ class Looks:
         self._core = core
         self._futures = futures
 
-    async def look(self, peer: Peer, command: commands.Look) -> commands.Seen:
+    async def look(self, peer: Peer, command: commands.Look) -> answers.Seen:
         """Now."""
         book, scheduler = self._core.book, self._core.scheduler
         live = {name: job for name, job in book.jobs.items() if not job.ended}
@@ -22,19 +22,19 @@ class Looks:
             turn = scheduler.held.get(gpu)
             calls = turn.state.active if turn else ()
             gpus.append(
-                commands.GpuSeen(
+                answers.GpuSeen(
                     gpu=gpu,
                     turn=turn.state.id if turn else "",
                     phase=str(turn.phase) if turn else "",
                     yours=any(call in book.entries and book.entries[call].uid == peer.uid for call in calls),
                 )
             )
-        return commands.Seen(
+        return answers.Seen(
             gpus=tuple(gpus),
             open_calls=sum(len(book.open_calls.get(name, ())) for name in live),
             jobs_attached=len(live),
             jobs=tuple(
-                commands.JobSeen(
+                answers.JobSeen(
                     job=name,
                     user=job.attached.user,
                     open_calls=len(book.open_calls.get(name, ())),

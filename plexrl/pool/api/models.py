@@ -8,7 +8,7 @@ from plexrl.pool.api.access import Access
 from plexrl.pool.core import Core
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.layout import meta_of
-from plexrl.types import ApiError, Peer, commands
+from plexrl.types import ApiError, Peer, answers, commands
 
 _UNLOAD = ":unload"
 
@@ -21,7 +21,7 @@ class Models:
         self._access = access
         self._deployments = deployments
 
-    async def create_model(self, peer: Peer, command: commands.CreateModel) -> commands.Promise:
+    async def create_model(self, peer: Peer, command: commands.CreateModel) -> answers.Promise:
         """A new model, from its base; its future ends when it can be used."""
         session = self._access.session(peer, command.session)
         model = f"{command.session}:train:{command.model_seq}"
@@ -30,7 +30,7 @@ class Models:
         if known is not None:
             if (known.created.base, known.created.lora_rank) != (command.base_model, rank) or known.created.init_path:
                 raise ApiError(400, f"{model} was created otherwise", "A model_seq_id stands for one model")
-            return commands.Promise(request_id=f"{model}:0", model=model)
+            return answers.Promise(request_id=f"{model}:0", model=model)
         config = self._access.base(peer, command.base_model)
         if rank is not None and rank > config.lora.max_rank:
             raise ApiError(
@@ -50,7 +50,7 @@ class Models:
             unembed=command.train_unembed,
         )
 
-    async def load_model(self, peer: Peer, command: commands.LoadModel) -> commands.Promise:
+    async def load_model(self, peer: Peer, command: commands.LoadModel) -> answers.Promise:
         """A new model, from a saved state of the peer's."""
         session = self._access.session(peer, command.session)
         model = f"{command.session}:train:{command.model_seq}"
@@ -59,7 +59,7 @@ class Models:
         if known is not None:
             if known.created.init_path != str(folder):
                 raise ApiError(400, f"{model} was created otherwise", "A model_seq_id stands for one model")
-            return commands.Promise(request_id=f"{model}:0", model=model)
+            return answers.Promise(request_id=f"{model}:0", model=model)
         meta = json.loads(meta_of(folder).read_text())
         if command.base_model is not None and command.base_model != meta["base"]:
             raise ApiError(
@@ -81,11 +81,11 @@ class Models:
             promise="load_weights",
         )
 
-    async def get_info(self, peer: Peer, command: commands.GetInfo) -> commands.ModelInfo:
+    async def get_info(self, peer: Peer, command: commands.GetInfo) -> answers.ModelInfo:
         """What a model is."""
         created = self._access.model(peer, command.model).created
         config = self._core.config.models[created.base]
-        return commands.ModelInfo(
+        return answers.ModelInfo(
             model=created.model,
             base_model=created.base,
             model_dir=config.path,
@@ -93,21 +93,21 @@ class Models:
             arch=_arch(config.path),
         )
 
-    async def unload_model(self, peer: Peer, command: commands.UnloadModel) -> commands.Promise:
+    async def unload_model(self, peer: Peer, command: commands.UnloadModel) -> answers.Promise:
         """End a model; also one that has ended."""
         model = self._core.book.models.get(command.model)
         if model is None or model.created.job != peer.job:
             raise ApiError(404, f"there is no model {command.model!r} of this job", "It may have been unloaded")
         await self._deployments.end_model(model, "unloaded")
-        return commands.Promise(request_id=f"{model.id}{_UNLOAD}", model=model.id)
+        return answers.Promise(request_id=f"{model.id}{_UNLOAD}", model=model.id)
 
-    def unloaded(self, peer: Peer, request_id: str) -> commands.Done | None:
+    def unloaded(self, peer: Peer, request_id: str) -> answers.Done | None:
         """The future of an unload: no record of its own, that the model has ended says it all to any head."""
         model = self._core.book.models.get(request_id.removesuffix(_UNLOAD))
         if not request_id.endswith(_UNLOAD) or model is None or model.created.job != peer.job or not model.ended:
             return None
         body = json.dumps({"type": "unload_model", "model_id": model.id}).encode()
-        return commands.Done(content_type="application/json", body=body, headers={})
+        return answers.Done(content_type="application/json", body=body, headers={})
 
 
 def _arch(model_dir: str) -> str:

@@ -5,7 +5,7 @@ from plexrl.pool.api.intake import Intake
 from plexrl.pool.core import Core, prior_cost_us
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.turns import Turns
-from plexrl.types import ApiError, Call, CallKind, Peer, commands, records
+from plexrl.types import ApiError, Call, CallKind, Peer, answers, commands, records
 
 
 class Sampling:
@@ -18,7 +18,7 @@ class Sampling:
         self._deployments = deployments
         self._turns = turns
 
-    async def open_sampler(self, peer: Peer, command: commands.OpenSampler) -> commands.SamplerOpened:
+    async def open_sampler(self, peer: Peer, command: commands.OpenSampler) -> answers.SamplerOpened:
         """A sampling session of a version of this user's, of whatever job, or of a base model."""
         session = self._access.session(peer, command.session)
         sampler = f"{command.session}:sample:{command.sampler_seq}"
@@ -51,26 +51,26 @@ class Sampling:
             await self._core.commit(opened)
         elif opened.version != (command.model_path or ""):
             raise ApiError(400, f"sampling session {sampler} is of another version", "Count sampling_session_seq_id up")
-        return commands.SamplerOpened(
+        return answers.SamplerOpened(
             sampler=sampler,
             base_model_dir=self._core.config.models[opened.base].path,
             model_path=opened.version or None,
         )
 
-    async def get_sampler(self, peer: Peer, command: commands.GetSampler) -> commands.SamplerInfo:
+    async def get_sampler(self, peer: Peer, command: commands.GetSampler) -> answers.SamplerInfo:
         """What it is pinned to."""
         opened = self._access.sampler(peer, command.sampler)
-        return commands.SamplerInfo(
+        return answers.SamplerInfo(
             sampler=opened.sampler,
             base_model_dir=self._core.config.models[opened.base].path,
             model_path=opened.version or None,
         )
 
-    async def sample(self, peer: Peer, command: commands.Sample) -> commands.SamplePromise:
+    async def sample(self, peer: Peer, command: commands.Sample) -> answers.SamplePromise:
         """Accept a sample."""
         opened = self._access.sampler(peer, command.sampler)
         request_id = f"{opened.sampler}:{command.seq}"
-        promise = commands.SamplePromise(request_id=request_id, num_samples=command.num_samples)
+        promise = answers.SamplePromise(request_id=request_id, num_samples=command.num_samples)
         known = self._core.book.entries.get(request_id)
         if known is not None:
             self._intake.same(known, CallKind.SAMPLE, command.digest)

@@ -8,7 +8,7 @@ from plexrl.pool.book import Model
 from plexrl.pool.core import Core, prior_cost_us
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.layout import meta_of
-from plexrl.types import ApiError, Call, CallKind, Peer, PlexrlError, commands, records
+from plexrl.types import ApiError, Call, CallKind, Peer, PlexrlError, answers, commands, records
 
 
 class Training:
@@ -20,11 +20,11 @@ class Training:
         self._intake = intake
         self._deployments = deployments
 
-    async def train(self, peer: Peer, command: commands.Train) -> commands.Promise:
+    async def train(self, peer: Peer, command: commands.Train) -> answers.Promise:
         """Acknowledged when it is on disk; it runs when its turn in the model's order comes."""
         model = self._access.model(peer, command.model)
         request_id = f"{model.id}:{command.seq}"
-        promise = commands.Promise(request_id=request_id, model=model.id)
+        promise = answers.Promise(request_id=request_id, model=model.id)
         known = self._core.book.entries.get(request_id)
         if known is not None:
             self._intake.same(known, command.kind, command.digest)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from plexrl.pool.api import Api
 from plexrl.pool.book import Book
-from plexrl.types import Peer, commands, records
+from plexrl.types import Explained, Peer, commands, records
 
 ALICE = Peer(uid=5, user="alice", account="a", job="7.0")
 
@@ -29,7 +29,7 @@ def test_other_users_jobs_have_no_names():
     answers, asked = api(said)
     told = asyncio.run(answers.answer(ALICE, commands.Explain()))
     assert asked == ["7.0"]
-    assert told == commands.Explained(
+    assert told == Explained(
         job="7.0",
         text="Job 7.0 waits: gang g/0 has its turn for another user's job on n:0; behind job 8.0, which is first; "
         "another user's job.",
