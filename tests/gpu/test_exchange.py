@@ -9,6 +9,7 @@ from bench.switch_cuda import exchange, measure, table
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.timeout(240)
 def test_two_processes_exchange_bit_for_bit():
     """exchange() raises when a byte differs; a gibibyte each, more than one of them never on the GPU."""
     row, once = exchange(lambda line: None, 1 << 30, 300, 2, 0.5)
@@ -17,6 +18,7 @@ def test_two_processes_exchange_bit_for_bit():
     assert 0 < once["residual_bytes_asleep"] < 1 << 30
 
 
+@pytest.mark.timeout(400)
 def test_the_bench_ends_with_a_table():
     figures = measure(lambda line: None)
     assert json.loads(json.dumps(figures)) == figures
