@@ -18,7 +18,6 @@ C_PROTOTYPES = {
     "cuDevicePrimaryCtxRetain": "CUcontext *, CUdevice",
     "cuCtxGetCurrent": "CUcontext *",
     "cuCtxSetCurrent": "CUcontext",
-    "cuCtxSynchronize": "void",
     "cuMemGetInfo_v2": "size_t *, size_t *",
     "cuMemGetAllocationGranularity": "size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags",
     "cuMemAddressReserve": "CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long",

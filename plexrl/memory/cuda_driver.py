@@ -72,7 +72,6 @@ PROTOTYPES = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
-    "cuCtxSynchronize": (),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(Allocation), c_int),
     "cuMemAddressReserve": (POINTER(c_ulonglong), c_size_t, c_size_t, c_ulonglong, c_ulonglong),
@@ -121,9 +120,6 @@ class Driver(Protocol):
 
     def unmap(self, address: int, size: int) -> None:
         """Take away exactly what one `map` put there. Nothing that runs on the GPU may use it any more."""
-
-    def synchronize(self) -> None:
-        """Wait until all that this process gave the GPU is done."""
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the GPU, for all processes together."""
@@ -194,9 +190,6 @@ class LibCuda:
 
     def unmap(self, address: int, size: int) -> None:
         self._call("cuMemUnmap", address, size)
-
-    def synchronize(self) -> None:
-        self._call("cuCtxSynchronize")
 
     def memory(self) -> tuple[int, int]:
         free, total = c_size_t(), c_size_t()

@@ -146,9 +146,6 @@ class HostVmm:
         if handle == -1:
             self.card.give(size)
 
-    def synchronize(self) -> None:
-        self._called("synchronize")
-
     def pin(self, address: int, size: int) -> None:
         self._called("pin")
         assert writable(address), "a driver locks writable pages only"

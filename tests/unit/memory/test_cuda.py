@@ -1,9 +1,12 @@
 """The cuda device over virtual memory of the host: order of driver calls, stable addresses, no leak after a failure."""
 
 import ctypes
+import os
 import re
 import signal
+import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from plexrl.memory.arena import Arena
 from plexrl.memory.cuda import CudaDevice, cuda_device
 from plexrl.memory.cuda_chunks import Chunks, inside, touching
 from plexrl.memory.cuda_driver import CudaFailed, LibCuda
+from plexrl.memory.cuda_gauge import Gauge
 from plexrl.memory.cuda_pins import Pins, writable
 from plexrl.memory.device import NotMapped
 from plexrl.types import BadInput, DoesNotFit, Extent, PlexrlError, Unavailable
@@ -200,6 +204,26 @@ def test_what_stays_behind_is_told_and_closing_gives_all_back():
     assert driver.card.used == 0 and not driver.reserved
 
 
+def test_the_gpu_s_own_books_are_asked_first(monkeypatch):
+    assert Gauge("GPU-of-nobody").held() is None and Gauge("of-nobody").used() == 0
+    mine, other = SimpleNamespace(pid=os.getpid(), usedGpuMemory=70), SimpleNamespace(pid=1, usedGpuMemory=5)
+    running = [other, mine]
+    books = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda name: name,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: running if handle == "GPU-abc" else [],
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=99),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", books)
+    gauge = Gauge("abc")
+    assert gauge.held() == 70 and gauge.used() == 99
+    made = CudaDevice(SIZE, HostVmm(Card(SIZE)), LateMover(), kind=cuda_tensor.CPU, gauge=gauge, context=7, chunk=CHUNK)
+    assert made.residual_bytes() == 70
+    running.remove(mine)
+    assert gauge.held() is None and made.residual_bytes() == 7, "what it knows of itself"
+
+
 # Registered host memory
 
 
@@ -259,7 +283,7 @@ def test_calls_have_the_parameters_of_cuda_h():
     assert C_PROTOTYPES.keys() == cuda_driver.PROTOTYPES.keys()
     for name, text in C_PROTOTYPES.items():
         wanted = []
-        for parameter in [] if text == "void" else text.split(", "):
+        for parameter in text.split(", "):
             if parameter in kinds:
                 wanted.append(kinds[parameter])
                 continue
