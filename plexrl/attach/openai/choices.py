@@ -33,7 +33,7 @@ class Choice:
         self._tokens: list[int] = []
         self._sequence: Sequence | None = None
         self._told_text = self._told_tokens = 0
-        self._opened = False
+        self._opened = self._closed = False
         self.finish: str | None = None
 
     @property
@@ -65,7 +65,9 @@ class Choice:
         return self._choice({"text": self._prompt.text + text if self._asked.echo else text}, logprobs)
 
     def delta(self, drawn: Drawn) -> dict[str, Any] | None:
-        """What is new since the last one; None when nothing is."""
+        """What is new since the last one; None when nothing is. The last one tells how it ended."""
+        if self._closed:
+            return None
         text, count = self._flow.text[self._told_text :], self._shown()
         logprobs = None
         first = not self._opened
@@ -76,7 +78,8 @@ class Choice:
                 logprobs = self._completion_logprobs(self._told_tokens, count, drawn if first else None)
         if not (text or logprobs or first or self.finish):
             return None
-        self._told_text, self._told_tokens, self._opened = len(self._flow.text), count, True
+        self._told_text, self._told_tokens = len(self._flow.text), count
+        self._opened, self._closed = True, self.finish is not None
         if self._asked.chat:
             said = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
             return self._choice({"delta": said}, logprobs)

@@ -1,7 +1,8 @@
 """The routes below /v1: a request in, OpenAI's answer out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ class Service:
             await stream.whole(whole, answer.headers)
             return
         try:
-            async for event in self._events(answer):
-                await stream.event(event, answer.headers)
+            # Closed at once when the client leaves in the middle of an event, and its calls with it.
+            async with contextlib.aclosing(self._events(answer)) as events:
+                async for event in events:
+                    await stream.event(event, answer.headers)
         except Refusal as refusal:
             await stream.refuse(refusal)
             return
@@ -112,7 +115,7 @@ class Service:
         room = asyncio.Semaphore(_AT_ONCE)
 
         async def one(prompt: Prompt) -> Drawn:
-            async with room, self._call(answer, prompt) as call:
+            async with room, _Open(self._samples, answer, prompt) as call:
                 drawn = await self._samples.drawn(call.call, 2**62)
                 call.over = True
                 return drawn
@@ -121,12 +124,14 @@ class Service:
             tasks = [group.create_task(one(prompt)) for prompt in answer.prompts]
         return [task.result() for task in tasks]
 
-    async def _events(self, answer: Answer) -> AsyncIterator[dict[str, Any] | None]:
-        """Chunks of all prompts as they come; None when there was nothing to say for a while."""
+    async def _events(self, answer: Answer) -> AsyncGenerator[dict[str, Any] | None]:
+        """Chunks of prompts as they come, a few prompts at a time; None when there was nothing to say for a while."""
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
+        room = asyncio.Semaphore(_AT_ONCE)
+
         async def one(prompt: Prompt) -> None:
-            async with self._call(answer, prompt) as call:
+            async with room, _Open(self._samples, answer, prompt) as call:
                 have = 0
                 while not call.over:
                     drawn = await self._samples.drawn(call.call, have)
@@ -157,9 +162,6 @@ class Service:
             await asyncio.gather(drawing, return_exceptions=True)
         if answer.asked.usage:
             yield answer.last()
-
-    def _call(self, answer: Answer, prompt: Prompt) -> "_Open":
-        return _Open(self._samples, answer, prompt)
 
     async def _words_of(self, folder: str) -> Words:
         """Read once; a folder that could not be read is tried again."""

@@ -9,6 +9,7 @@ import msgspec
 import openai
 import pytest
 
+from plexrl.attach.settings import Holds
 from plexrl.types.drawn import Drawn, Sequence
 from plexrl.wire import messages
 from tests.unit.attach.fakehead import QUICK, SECRET, FakeHead, Running, new_pool, proxy, until
@@ -158,6 +159,24 @@ def test_a_stream_comes_in_parts_and_ends(tiny_model: Path):
     run(scenario, drawing)
 
 
+def test_an_answer_that_ends_before_its_sibling_ends_once(tiny_model: Path):
+    def both(one: Sequence, other: str, end: bool = False) -> Drawn:
+        return Drawn(ended=end, version="", sequences=(one, sequence(tokens_of(other))))
+
+    short = sequence([*tokens_of("ab"), END], stopped=True)
+    drawing = Drawing(tiny_model, both(short, "c"), both(short, "cd"), both(short, "cde", end=True))
+
+    async def scenario(running, asking):
+        told: dict[int, list] = {0: [], 1: []}
+        stream = await asking.completions.create(model="tiny", prompt="p", stream=True, n=2)
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            told[choice.index].append((choice.text, choice.finish_reason))
+        assert told == {0: [("ab", "stop")], 1: [("c", None), ("d", None), ("e", "length")]}
+
+    run(scenario, drawing)
+
+
 def test_the_beginning_of_a_stop_is_held_back(tiny_model: Path):
     drawing = Drawing(tiny_model, so_far("xS"), so_far("xST"), so_far("xSTa"), so_far("xSTaSTOP", "stop"))
 
@@ -241,9 +260,21 @@ def test_without_a_head_the_sdk_is_told_to_come_again(tiny_model: Path):
                 await asking.completions.create(model="tiny", prompt="p")
             assert caught.value.response.headers["retry-after"] == "20"
             assert caught.value.code == "pool_unavailable" and "no head" in caught.value.message
-            # Another head is found while the request is held, within one try of the SDK.
+
+    with new_pool() as pool:
+        asyncio.run(scenario(pool))
+
+
+def test_a_request_without_a_head_waits_for_the_next_one(tiny_model: Path):
+    drawing = Drawing(tiny_model, so_far("a", "length"))
+
+    async def scenario(pool):
+        head = FakeHead(pool, "one", drawing)
+        async with proxy(pool, holds=Holds()) as running, client(running) as asking:
+            head.die()
             asked = asyncio.create_task(asking.completions.create(model="tiny", prompt="p"))
-            await asyncio.sleep(QUICK.create / 4)
+            await asyncio.sleep(0.2)
+            assert not asked.done()
             FakeHead(pool, "two", drawing)
             assert (await asked).choices[0].text == "a"
 
