@@ -10,13 +10,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NOWHERE = (0, 0)
+
+
 class GpuMover(Mover, Protocol):
     """What the cuda device needs of torch: Lanes on a GPU.
 
-    fresh: copies go to memory that nothing on the GPU has used yet, so they need not wait for work that runs there.
+    fresh: addresses [start, end) that nothing on the GPU has used yet. The next copy, if it goes there, need not wait
+    for work that runs; it is for one copy.
     """
 
-    fresh: bool
+    fresh: tuple[int, int]
 
     def rest(self) -> None:
         """Wait for all that this process gave the GPU; then give back what torch's allocator keeps for later."""
@@ -32,18 +36,20 @@ class Lanes:
         """index: which GPU of this process."""
         import torch
 
-        self.fresh = False
+        self.fresh = NOWHERE
         self._torch = torch.cuda
         self._into, self._out = torch.cuda.Stream(index), torch.cuda.Stream(index)
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
         """Start copying; both are flat bytes of the same size, exactly one of them on the GPU.
 
-        Unless the target is fresh it begins when what the calling thread's stream was given before is done. Host
+        Unless its target is fresh it begins when what the calling thread's stream was given before is done. Host
         memory that is not registered works too, at half the speed or less.
         """
         lane = self._into if target.is_cuda else self._out
-        if lane is self._out or not self.fresh:
+        start, fresh = target.data_ptr(), self.fresh
+        self.fresh = NOWHERE
+        if not fresh[0] <= start <= start + target.numel() <= fresh[1]:
             lane.wait_stream(self._torch.current_stream(lane.device))
         with self._torch.stream(lane):
             target.copy_(source, non_blocking=True)

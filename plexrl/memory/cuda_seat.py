@@ -22,6 +22,8 @@ class BackedSeat:
         """The seat's extent is reserved on the device before the first verb."""
         self._seat = seat
         self._device = device
+        # Bytes from here on had no memory yet since the last `come`.
+        self._new = seat.extent.offset + seat.extent.size
         device.gate(seat.extent)
 
     @functools.cached_property
@@ -58,25 +60,30 @@ class BackedSeat:
         self._seat.patience = seconds
 
     def come(self) -> None:
-        """As Seat. Copies need not wait for the GPU's work from here to `held`: their memory is new."""
+        """As Seat."""
         self._seat.come()
-        self._device.mover.fresh = True
+        self._new = self.extent.offset
 
     def wait(self, start: int, end: int) -> float:
         """As Seat; then the bytes have memory. Raises DoesNotFit too, when the GPU is fuller than the gate knows."""
         waited = self._seat.wait(start, end)
-        self._device.back(self._region, start - self.extent.offset, end - self.extent.offset)
+        first, last = start - self.extent.offset, end - self.extent.offset
+        self._device.back(self._region, first, last)
+        if start >= self._new:
+            # Layers that came before may be computing; what is copied now to where nothing was need not wait for them.
+            base = self._region.buffer.data_ptr()
+            self._device.mover.fresh = (base + first, base + last)
+        self._new = max(self._new, end)
         return waited
 
     def held(self) -> None:
         """As Seat; then all of the region is mapped."""
-        self._device.mover.fresh = False
         self._seat.held()
+        self._new = self.extent.offset + self.extent.size
         self._device.back(self._region, 0, self.extent.size)
 
     def leave(self) -> None:
         """As Seat, after all work on the GPU is done: clean bytes are let go of without a copy that would wait."""
-        self._device.mover.fresh = False
         self._device.rest()
         self._seat.leave()
 
@@ -87,7 +94,6 @@ class BackedSeat:
 
     def gone(self) -> None:
         """As Seat, when nothing of the region has memory any more and torch's allocator is empty."""
-        self._device.mover.fresh = False
         self._device.unmap(self._region)
         self._seat.gone()
 

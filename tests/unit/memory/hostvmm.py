@@ -9,6 +9,7 @@ import threading
 
 from plexrl.memory import pages
 from plexrl.memory.cuda_driver import CudaFailed
+from plexrl.memory.cuda_lanes import NOWHERE
 from plexrl.memory.cuda_pins import writable
 from plexrl.memory.pages import create_memfd
 from plexrl.types import DoesNotFit
@@ -174,7 +175,7 @@ class LateMover:
     """Copies that happen when somebody waits for them, no sooner."""
 
     def __init__(self) -> None:
-        self.fresh = False
+        self.fresh = NOWHERE
         self.under_way: list[LateCopy] = []
         self.rests = 0
 

@@ -9,6 +9,7 @@ import torch
 
 from plexrl.memory import cuda_tensor
 from plexrl.memory.cuda import CudaDevice
+from plexrl.memory.cuda_lanes import NOWHERE
 from plexrl.memory.cuda_seat import BackedSeat
 from plexrl.memory.gate import GATE_BYTES, Gate, SeatState, Withdrawn
 from plexrl.memory.manifest import Manifest, TensorSpec
@@ -117,6 +118,30 @@ def test_mapping_a_gated_region_takes_no_memory_before_the_gate_grants_it(gate):
     assert region.mapped and card.used == SIZE
     with pytest.raises(BadInput, match="no region at 0"):
         device.region(Extent(0, 64))
+
+
+def test_only_memory_that_is_new_is_called_fresh(gate):
+    seat, device, buffer = seated(gate, 0, Card(SIZE), Extent(64, SIZE - 64))
+    base, mover = buffer.data_ptr(), device.mover
+
+    def after(start: int, end: int) -> tuple[int, int]:
+        mover.fresh = NOWHERE
+        seat.wait(64 + start, 64 + end)
+        return mover.fresh
+
+    seat.come()
+    assert after(0, STEP) == (base, base + STEP)
+    assert after(0, STEP) == NOWHERE, "its first copy may still be read"
+    assert after(STEP - 64, 2 * STEP) == NOWHERE, "a part of it was there"
+    assert after(3 * STEP, 4 * STEP) == (base + 3 * STEP, base + 4 * STEP)
+    seat.held()
+    assert after(4 * STEP, 5 * STEP) == NOWHERE
+    seat.leave()
+    seat.release(64 + 2 * STEP)
+    assert after(0, STEP) == NOWHERE, "it was used before it was let go of"
+    seat.gone()
+    seat.come()
+    assert after(0, STEP) == (base, base + STEP)
 
 
 def test_leaving_waits_for_the_gpu_first(gate, ending):
