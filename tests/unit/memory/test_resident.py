@@ -1,14 +1,17 @@
 """Resident state: what moves, what does not, and that a switch allocates nothing."""
 
+import os
 import tracemalloc
 
 import pytest
 import torch
 
+from plexrl.memory.gate import FAILED, GATE_BYTES, HELD, Gate
 from plexrl.memory.manifest import Manifest, TensorSpec
+from plexrl.memory.pages import create_memfd
 from plexrl.memory.resident import CLEAN, DIRTY, LEGAL, ZERO, IllegalTransition, ResidentState, advance
 from plexrl.memory.transfer import Memcpy
-from plexrl.types import BadInput, Moved, Residency
+from plexrl.types import BadInput, Extent, Moved, Residency
 
 MANIFEST = Manifest.build(
     {
@@ -233,6 +236,109 @@ def test_only_an_undo_that_fails_loses_the_state():
     for verb in (state.load, state.offload, state.undo):
         with pytest.raises(IllegalTransition):
             verb()
+
+
+class Late:
+    """Copies nothing before somebody waits for it, as a GPU may; then all up to there, in order."""
+
+    def __init__(self) -> None:
+        self.waiting = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> "Late.Arrival":
+        self.waiting.append((target, source))
+        return Late.Arrival(self, len(self.waiting) - 1)
+
+    class Arrival:
+        def __init__(self, late: "Late", number: int) -> None:
+            self.late, self.number = late, number
+
+        def synchronize(self) -> None:
+            for i, (target, source) in enumerate(self.late.waiting[: self.number + 1]):
+                target.copy_(source)
+                self.late.waiting[i] = (target, target)
+
+
+class Eager:
+    """A seat at which everything is free, and where noise is written over what is let go of at once."""
+
+    extent = Extent(0, MANIFEST.size)
+    state = HELD
+
+    def __init__(self, device: torch.Tensor) -> None:
+        self.device = device
+        self.released = [0]
+
+    def wait(self, start: int, end: int) -> float:
+        return 0.5
+
+    def release(self, upto: int) -> None:
+        assert upto > self.released[-1]
+        self.device[self.released[-1] : upto].random_()
+        self.released.append(upto)
+
+
+def test_copies_that_run_behind_are_waited_for_before_their_bytes_are_given_away():
+    rig = Rig()
+    state = chunked(rig, Late())
+    seat = Eager(rig.device)
+    moved = state.load(seat=seat)
+    assert moved.waited_s == 0.5 * MANIFEST.size / 64 and torch.equal(rig.device[: SIZES["frozen"]], rig.base)
+    rig.device[SIZES["frozen"] :].random_()
+    for bucket in ("weights", "grads"):
+        state.mark(bucket, DIRTY)
+    rig.device[-SIZES["steps"] :].zero_()
+    before = rig.device.clone()
+    state.offload(seat)
+    assert seat.released[-1] == MANIFEST.size and len(seat.released) > 5
+    state.load(seat=seat)
+    assert torch.equal(rig.device, before)
+    seat.released = [0]
+    state.offload(seat)
+    state.undo(seat)
+    assert torch.equal(rig.device, before)
+
+
+def test_an_undo_tells_who_comes_to_give_up():
+    memory = create_memfd("gate", GATE_BYTES)
+    gate = Gate(memory)
+    rig = Rig()
+    state = chunked(rig)
+    seat, other = (gate.seat(i, str(i), Extent(0, MANIFEST.size)) for i in range(2))
+    seat.come()
+    state.load(seat=seat)
+    seat.held()
+    other.come()
+    seat.leave()
+    # Its last state has left, and is taken back because another rank of the gang could not.
+    state.offload(seat)
+    failed = []
+    seat.wait = lambda start, end, wait=seat.wait: failed.append(seat.state) or wait(start, end)
+    state.undo(seat)
+    assert set(failed) == {FAILED}
+    seat.held()
+    assert gate.holders()[0].state is HELD
+    gate.close()
+    os.close(memory)
+
+
+def test_an_undo_of_a_whole_offload_that_fails_loses_nothing():
+    rig = Rig()
+    mover = Faulty(-1)
+    state = chunked(rig, mover)
+    state.load()
+    rig.device[SIZES["frozen"] :].random_()
+    before = rig.device.clone()
+    for bucket in ("weights", "grads", "steps"):
+        state.mark(bucket, DIRTY)
+    state.offload()
+    mover.good = 3
+    with pytest.raises(OSError):
+        state.undo()
+    assert state.residency is Residency.HOST
+    rig.device.random_()
+    mover.good = -1
+    state.load()
+    assert torch.equal(rig.device, before)
 
 
 def test_a_part_comes_first_and_the_rest_when_it_is_pulled():
