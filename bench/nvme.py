@@ -1,11 +1,13 @@
 """`python -m bench.nvme [--json]`: spilling a slab to a file and back, beside plain direct writes and reads.
 
-Plain: the same bytes, chunks, requests under way and memory; no checksums, budget or atomic name. What is read is the
-spilled file itself; what is written goes where the last file has just been removed, because disks have faster and
-slower places. In every repeat each of the four runs once, and who goes first changes. What came back is compared.
+Plain: the same bytes from and to the same memory, chunks and requests under way; no checksums, budget or atomic name.
+What is read is the spilled file itself; what is written goes where the last file has just been removed. Both matter:
+disks have faster and slower places, and scattered pages make small requests. In every repeat each of the four runs
+once, and who goes first changes. What came back is compared with what went.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -23,28 +25,26 @@ import xxhash
 from plexrl.memory.arena import Arena
 from plexrl.memory.nvme import WORKERS, Tier
 from plexrl.memory.nvmefile import CHUNK, header_bytes
-from plexrl.memory.pages import create_memfd
+from plexrl.memory.pages import PAGE, align_up, create_memfd
 from plexrl.types import BadInput, PlexrlError
 
 MIB = 1 << 20
 SIZES = (256 * MIB, 1024 * MIB)
 REPEATS = 6
-MARGIN = 64 * MIB
 KEYS = ("plain_write_gbs", "spill_gbs", "plain_read_gbs", "refill_gbs")
 
 
 def measure(folder: Path, size: int, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
     """One row: medians over `repeats` turns in gigabytes (1e9) per second, and the ratios of those medians."""
-    room = 2 * (size + header_bytes(size))
-    arena = Arena(create_memfd("bench", room), room)
-    tier = Tier(arena, folder / "tier", room + MARGIN)
+    whole = align_up(size, PAGE)
+    arena = Arena(create_memfd("bench", whole), whole)
+    tier = Tier(arena, folder / "tier", 2 * (whole + header_bytes(whole)))
     (inside,) = (folder / "tier").iterdir()
     try:
         with arena.bytes_of(arena.alloc("state", size, os.getuid())) as data:
             # Noise: disks and what is below them have their ways with zeros and repeats.
             data[:size] = np.random.default_rng(1).bytes(size)
             expected = xxhash.xxh3_128_digest(data)
-        arena.alloc("beside", size + header_bytes(size), os.getuid())
         turns = []
         for turn in range(repeats + 1):
             # The first one finds memory and disk cold and does not count.
@@ -69,35 +69,40 @@ def measure(folder: Path, size: int, repeats: int, say: Callable[[str], None]) -
 
 def _turn(inside: Path, arena: Arena, tier: Tier, size: int, ours_first: bool) -> tuple[float, ...]:
     """Seconds of each of KEYS, once. inside: the tier's own folder, in which it keeps its files."""
-    flags = os.O_DIRECT if tier.direct else 0
+    direct = os.O_DIRECT if tier.direct else 0
     kept = inside / "kept"
     step = -1 if ours_first else 1
     found: dict[str, float] = {}
-    with arena.bytes_of(arena.get("beside")) as data:
-        data[:size] = arena.bytes_of(arena.get("state"))[:size]
 
-        def plain() -> None:
-            found["plain_write_gbs"] = _plain(kept, os.O_WRONLY | os.O_CREAT | flags, data, os.pwrite)
-            _gone(inside, kept)
+    def write() -> None:
+        with arena.bytes_of(arena.get("state")) as data:
+            found["plain_write_gbs"] = _plain(kept, os.O_WRONLY | os.O_CREAT | direct, data, os.pwrite)
+        _gone(inside, kept)
 
-        def read() -> None:
-            found["plain_read_gbs"] = _plain(kept, os.O_RDONLY | flags, data, _read)
+    def read() -> None:
+        # Where the state lay, or lies: then its bytes are overwritten with themselves.
+        place = arena.get("state") or arena.alloc("place", size, os.getuid())
+        with arena.bytes_of(place) as data:
+            start = header_bytes(len(data))
+            move = functools.partial(_read, start=start)
+            found["plain_read_gbs"] = _plain(kept, os.O_RDONLY | direct, data, move)
+        arena.free("place")
 
-        def refill() -> None:
-            found["refill_gbs"] = tier.refill("state")[2]
+    def refill() -> None:
+        found["refill_gbs"] = tier.refill("state")[2]
 
-        def ours() -> None:
-            found["spill_gbs"] = tier.spill("state")[1]
-            # A second name, so that it can be read after it was refilled.
-            (file,) = inside.iterdir()
-            os.link(file, kept)
-            for move in (read, refill)[::step]:
-                move()
-            tier.free_bytes()  # returns when the first name is gone
-            _gone(inside, kept)
+    def spill() -> None:
+        found["spill_gbs"] = tier.spill("state")[1]
+        # A second name, so that it can be read after it was refilled.
+        (file,) = inside.iterdir()
+        os.link(file, kept)
+        for move in (read, refill)[::step]:
+            move()
+        tier.free_bytes()  # returns when the first name is gone
+        _gone(inside, kept)
 
-        for each in (plain, ours)[::step]:
-            each()
+    for move in (write, spill)[::step]:
+        move()
     return tuple(found[key] for key in KEYS)
 
 
@@ -109,8 +114,8 @@ def _gone(folder: Path, path: Path) -> None:
     os.close(fd)
 
 
-def _read(fd: int, piece: memoryview, at: int) -> int:
-    return os.preadv(fd, [piece], at)
+def _read(fd: int, piece: memoryview, at: int, start: int) -> int:
+    return os.preadv(fd, [piece], start + at)
 
 
 def _plain(path: Path, flags: int, data: memoryview, move: Callable[[int, memoryview, int], int]) -> float:
