@@ -61,6 +61,8 @@ class Home:
         if spec.base_fill:
             views = manifest({"frozen": self.base_specs}).views(arena.view(spec.base))["frozen"]
             read_weights(spec.model_dir, self.arch, views)
+            del views
+            arena.drop(spec.base, readonly=False)  # from now on nobody here can write to what all tenants share
         self.region = device.reserve(Extent(spec.extent_offset, spec.extent_size))
         if seat is not None:
             seat.come()

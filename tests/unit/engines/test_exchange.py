@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -433,3 +434,13 @@ def test_slabs_that_are_let_go_are_no_longer_mapped(models: dict[str, str], rank
     engine.drop("d")
     assert engine._deployments == {}
     assert not any(slab.name.startswith("state") for slab in node.map.mapped())
+
+
+def test_the_shared_base_cannot_be_written_to_by_who_filled_it(models: dict[str, str]) -> None:
+    node = Node()
+    engine = trainer(node, models["tied"], 4)
+    base = engine._home.spec.base
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    start = engine._home.base().data_ptr()
+    assert [line.split()[1] for line in lines if line.startswith(f"{start:x}-")] == ["r--s"]
+    assert (base, False) not in node.map._views
