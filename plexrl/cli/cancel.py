@@ -41,7 +41,10 @@ def _slurm_job(job: int) -> None:
     slurm = SlurmCommands()
     info = slurm.job(job)
     if info is None or not any(name.startswith(_LICENCE) for name in info.licenses):
-        raise BadInput(f"you see no job {job} that is attached to a pool or waits for one", "plexrl jobs lists those; other jobs: scancel")
+        raise BadInput(
+            f"you see no job {job} that is attached to a pool or waits for one",
+            "plexrl jobs lists those; other jobs: scancel",
+        )
     slurm.cancel(job)
 
 

@@ -77,7 +77,7 @@ def _in_slurm(found: list[dict[str, Any]], known: set[str]) -> list[dict[str, An
     for info in sorted(infos, key=lambda info: info.id):
         wanted = [name.removeprefix(_LICENCE) for name in info.licenses if name.startswith(_LICENCE)]
         pool = next((by_name[name] for name in wanted if name in by_name), None)
-        if pool is None or str(info.id) in known or (os.getuid() != info.uid and pool["jobs"] is None):
+        if pool is None or str(info.id) in known or not (pool["everybody"] or os.getuid() == info.uid):
             continue
         rows.append(
             {

@@ -17,12 +17,12 @@ _OLD_S = 10
 def pools(registry: str, pool_uids: str, name: str) -> list[dict[str, Any]]:
     """One pool, or all: pool, state, and what is inside where that may be seen (else None): gpus, open_calls, jobs.
 
-    Inside a job it is that job's pool by its head, unless another is named. jobs: those of this user, or for root and
-    the pool's account of all. Raises BadInput where there is nothing to look at.
+    Inside a job it is that job's pool by its head, unless another is named. everybody: whether all users' jobs may be
+    seen, as root and the pool's account do from outside. Raises BadInput where there is nothing to look at.
     """
     inside = own_pool()
     if inside and name in ("", inside):
-        return [{"pool": inside, "state": "ready", **ask("pool")}]
+        return [{"pool": inside, "state": "ready", "everybody": False, **ask("pool")}]
     if not registry:
         raise BadInput("no registry was named", "Set PLEXRL_REGISTRY, or run it inside a job of a pool")
     books = trusted(registry, pool_uids)
@@ -31,9 +31,11 @@ def pools(registry: str, pool_uids: str, name: str) -> list[dict[str, Any]]:
 
 def _pool(books: Registry, name: str) -> dict[str, Any]:
     declared, live = books.declared(name), books.live(name)
-    found = {"pool": name, "state": live.state if live else "down", "gpus": None, "open_calls": None, "jobs": None}
+    everybody = os.getuid() in (0, declared.owner_uid)
+    found = {"pool": name, "state": live.state if live else "down", "everybody": everybody}
+    found |= {"gpus": None, "open_calls": None, "jobs": None}
     path = Path(declared.state_dir) / "run" / "status.json"
-    if live is None or os.getuid() not in (0, declared.owner_uid) or not path.exists():
+    if live is None or not everybody or not path.exists():
         return found
     try:
         status = json.loads(path.read_bytes())
