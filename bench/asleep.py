@@ -93,8 +93,8 @@ def deepspeed(size: int) -> dict:
     except ImportError as error:
         raise Unavailable("deepspeed is not installed", "pip install 'plexrl[deepspeed]'") from error
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    folder = tempfile.mkdtemp()
-    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    folder = tempfile.TemporaryDirectory()  # it goes with the process
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder.name}/meet", rank=0, world_size=1)
     os.environ |= {"LOCAL_RANK": "0"}
     layers = max(size // 16 // (1024 * 1024), 1)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
