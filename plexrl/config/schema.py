@@ -156,7 +156,7 @@ class SchedulerPolicy(Section):
     interactive jobs may break off. gather_share: done share of a rollout after which its rest moves together; 1: never.
     """
 
-    placement: Literal["isolated", "pack", "spread", "spread_backfill"] = "pack"
+    placement: Literal["isolated", "pack", "spread", "spread_backfill", "fit"] = "pack"
     order: Literal["fifo", "round_robin", "hrrs", "fair"] = "hrrs"
     anticipation_us: Microseconds = Field(default=50_000, alias="anticipation")
     gradient_anticipation_us: Microseconds = Field(default=1_000_000, alias="gradient_anticipation")
@@ -164,6 +164,7 @@ class SchedulerPolicy(Section):
     sample_quantum_us: Annotated[Microseconds, Field(gt=0)] = Field(default=120_000_000, alias="sample_quantum")
     min_turn_factor: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 3.0
     starvation_us: Annotated[Microseconds, Field(gt=0)] = Field(default=300_000_000, alias="starvation")
+    admission_patience_us: Annotated[Microseconds, Field(gt=0)] = Field(default=300_000_000, alias="admission_patience")
     half_life_us: Annotated[Microseconds, Field(gt=0)] = Field(default=7 * 86_400_000_000, alias="half_life")
     max_stretch: MaxStretch = MaxStretch()
     interactive_switches_per_hour: Annotated[int, Strict(), Field(ge=0)] = 60

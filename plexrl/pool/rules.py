@@ -19,6 +19,7 @@ def policy_of(config: PoolConfig) -> Policy:
         sample_quantum_us=told.sample_quantum_us,
         min_turn_factor=told.min_turn_factor,
         starvation_us=told.starvation_us,
+        admission_patience_us=told.admission_patience_us,
         half_life_us=told.half_life_us,
         max_stretch={kind: getattr(told.max_stretch, kind) for kind in JobClass},
         interactive_switches_per_hour=told.interactive_switches_per_hour,

@@ -1,9 +1,10 @@
 """Who waits to be placed, and who may go now. Pure: time comes as an argument.
 
 The queue is by class, then priority, then arrival. `isolated`, `pack` and `spread` go strictly in that order. With
-`spread_backfill` those behind the first may go ahead of it where there is room for them, until the first has waited for
-the policy's starvation_us; from then on nobody is placed on a GPU that the first could ever use (by role and size). So
-these GPUs empty as their jobs end, and the empty pool has room for it, or it would not have been let in (ours).
+`spread_backfill` and `fit` those behind the first may go ahead of it where there is room for them, until the first has
+waited for the policy's admission_patience_us; from then on nobody is placed on a GPU that the first could ever use (by
+role and size). So these GPUs empty as their jobs end, and the empty pool has room for it, or it would not have been let
+in (ours).
 
 Jobs that ask for the same are one line: if its first does not fit, none of it does. A line is tried again only after
 something has left the floor, and one look ends after `MISSES` lines that were tried in vain (ours; Slurm bounds the
@@ -23,14 +24,15 @@ from plexrl.scheduler.placement import Floor, Rules
 from plexrl.types import BadInput, GroupSpec, Placement, Tenant
 
 MISSES = 32
+PASSING = ("spread_backfill", "fit")  # placements under which those behind the first may go ahead of it
 Granted = tuple[Tenant, tuple[GroupSpec, ...], tuple[Placement, ...]]
 Key = tuple[int, str, tuple[tuple, ...]]
 
 
 class AdmissionRules(Rules, Protocol):
-    """What admission reads of a policy. starvation_us: for how long the first may be passed by."""
+    """What admission reads of a policy. admission_patience_us: for how long the first may be passed by."""
 
-    starvation_us: int
+    admission_patience_us: int
 
 
 class Waiting(Struct, frozen=True):
@@ -125,11 +127,11 @@ class Admission:
                     heappush(heads, (self._lines[key].asks[0], key))
                 continue
             misses += not known
-            if policy.placement != "spread_backfill" or misses == MISSES:
+            if policy.placement not in PASSING or misses == MISSES:
                 break
             if first is None:
                 first = ask
-                if now - ask.since_us >= policy.starvation_us:
+                if now - ask.since_us >= policy.admission_patience_us:
                     starving = ask
                     avoid = frozenset(gpu for spec in ask.specs for gpu in self._floor.usable(spec))
                     if len(avoid) == len(self._floor.gpus):

@@ -7,19 +7,20 @@ residual bytes of all others there.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Protocol
 
 from plexrl.scheduler.load import ALIGN, CLASSES, ONE, Card, Placed, bounds, share
 from plexrl.scheduler.seats import Node, Seats
-from plexrl.scheduler.want import FITS, NEAR, Want, rank_of, refusal, spread
+from plexrl.scheduler.want import FITS, NEAR, Want, heap, rank_of, refusal, spread
 from plexrl.types import BadInput, DoesNotFit, Extent, Gang, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
 BETTER = 0.8  # a place is clearly better if its predicted stretch is at most this share of today's (ours)
 # isolated: never a GPU of another job. pack: the fewest GPUs. spread: the least load. spread_backfill places like
-# spread; it differs in who may go first (admission.py).
-PLACEMENTS = ("isolated", "pack", "spread", "spread_backfill")
+# spread; it differs in who may go first (admission.py). fit, ours: the fullest GPUs that have time for all that is
+# there and for this; where there are none, as spread. So what needs most of a GPU finds one that nobody uses.
+PLACEMENTS = ("isolated", "pack", "spread", "spread_backfill", "fit")
 
 
 class Rules(Protocol):
@@ -235,9 +236,13 @@ class Floor:
     def _all(
         self, specs: Sequence[GroupSpec], policy: Rules, tenant: Tenant, avoid: Collection[str]
     ) -> GroupSpec | None:
-        """Place all or nothing, the largest gangs first while whole nodes are left. Returns what did not fit."""
+        """Place all or nothing, the largest gangs first while whole nodes are left. Returns what did not fit.
+
+        Under `fit` what is busiest goes first, while there are GPUs with time for it.
+        """
         done: list[GroupSpec] = []
-        for spec in sorted(specs, key=lambda s: -s.gang_size):
+        busiest = policy.placement == "fit"
+        for spec in sorted(specs, key=lambda s: (-share(s.duty, s.role) if busiest else 0, -s.gang_size)):
             if self._choose(spec, policy, tenant, avoid) is None:
                 for placed in done:
                     self._leave(placed.group)
@@ -248,10 +253,11 @@ class Floor:
     def _choose(self, spec: GroupSpec, policy: Rules, tenant: Tenant, avoid: Collection[str]) -> Placement | None:
         self._check_new(spec)
         want = self._want(spec, policy, tenant, avoid)
+        rather = replace(want, rank=heap, near={}, timely=True) if policy.placement == "fit" else None
         home = Home(spec, tenant, Placement(spec.group, ()), want.duty)
         gangs: list[Gang] = []
         for replica in range(spec.replicas):
-            cards = self._seats.find(want)
+            cards = self._seats.find(want, rather)
             if cards is None:
                 for gang in gangs:
                     self._take(gang, home)
@@ -266,6 +272,8 @@ class Floor:
             self._put(gang, home)
             gangs.append(gang)
             want.own = self._jobs[tenant.job]
+            if rather:
+                rather.own = want.own
         home.placement = Placement(spec.group, tuple(gangs))
         self._homes[spec.group] = home
         return home.placement

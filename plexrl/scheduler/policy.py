@@ -11,13 +11,22 @@ from plexrl.types import BadInput, JobClass
 
 # Ours: how much slower than alone a job of a class may become, by prediction, when somebody is placed beside it.
 MAX_STRETCH = {JobClass.INTERACTIVE: 2.0, JobClass.NORMAL: 4.0, JobClass.SCAVENGER: inf}
+_POSITIVE = (
+    "quantum_us",
+    "sample_quantum_us",
+    "starvation_us",
+    "admission_patience_us",
+    "half_life_us",
+    "switch_bytes_per_us",
+)
 
 
 class Policy(Struct, frozen=True, kw_only=True):
     """The scheduler's knobs; times in microseconds.
 
-    placement: `isolated` (each job has GPUs of its own), `pack` (fewest GPUs, shared), `spread` (least load first) or
-        `spread_backfill` (the same, and a job that does not fit yet does not hold up those behind it).
+    placement: `isolated` (each job has GPUs of its own), `pack` (fewest GPUs, shared), `spread` (least load first),
+        `spread_backfill` (the same, and a job that does not fit yet does not hold up those behind it) or `fit` (the
+        fullest GPUs that have time for all that is there, else the least load; the queue as in spread_backfill).
     order: who is next: `fifo` (oldest call), `round_robin` (least recently served), `hrrs` (highest response ratio with
         switch cost and fair-share) or `fair` (account, then user, with the least use of its share; hrrs among equals).
     anticipation_us: how long a drained turn is kept for its job's next call while others wait, until its think time is
@@ -29,6 +38,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     min_turn_factor: a turn is not preempted before this many times the cost of the switch that began it.
     starvation_us: after so long a wait a gang goes before all that wait less long, in order of arrival. Scavengers do
         not starve: they are promised nothing.
+    admission_patience_us: for how long the first in the queue for places may be passed by (spread_backfill and fit);
+        from then on the GPUs that it could use are kept for it.
     half_life_us: of past use, for fair-share.
     max_stretch: by class, the predicted slowdown beyond which nobody else is placed beside a job.
     interactive_switches_per_hour: turns of other classes that interactive calls may break off.
@@ -51,6 +62,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     sample_quantum_us: int = 120_000_000
     min_turn_factor: float = 3.0
     starvation_us: int = 300_000_000
+    admission_patience_us: int = 300_000_000
     half_life_us: int = 7 * 86_400_000_000
     max_stretch: Mapping[JobClass, float] = field(default_factory=lambda: dict(MAX_STRETCH))
     interactive_switches_per_hour: int = 60
@@ -69,7 +81,7 @@ class Policy(Struct, frozen=True, kw_only=True):
             raise BadInput(f"unknown placement {self.placement!r}", f"Use one of {', '.join(PLACEMENTS)}")
         if self.order not in ORDERS:
             raise BadInput(f"unknown order {self.order!r}", f"Use one of {', '.join(ORDERS)}")
-        for name in ("quantum_us", "sample_quantum_us", "starvation_us", "half_life_us", "switch_bytes_per_us"):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise BadInput(f"{name} is {getattr(self, name)}", "Give more than zero")
         for name in ("anticipation_us", "gradient_anticipation_us", "min_turn_factor", "interactive_switches_per_hour"):

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from plexrl.scheduler.load import Card
+from plexrl.scheduler.load import ONE, Card
 from plexrl.scheduler.want import Want, heap
 from plexrl.types import Role
 
@@ -91,18 +91,23 @@ class Seats:
         """Something may fit that did not before."""
         self._failed.clear()
 
-    def find(self, want: Want) -> list[Card] | None:
-        """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'."""
+    def find(self, want: Want, rather: Want | None = None) -> list[Card] | None:
+        """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'.
+
+        rather: the same gang with narrower wishes, tried before.
+        """
         self._refresh(want.bounds)
+        wants = (rather, want) if rather else (want,)
         newcomer = not want.own and not want.avoid
         failed = self._failed.setdefault((want.role, want.isolated), []) if newcomer else []
         if any(map(want.asks_more, failed)):
             return None
         for search in (self._on_one, self._over_many) if want.count > 1 else (self._on_one,):
             for fresh in (True, False) if want.taken else (True,):
-                found = search(want, fresh)
-                if found:
-                    return [card for _, _, card in sorted(found, key=lambda entry: entry[1])]
+                for one in wants:
+                    found = search(one, fresh)
+                    if found:
+                        return [card for _, _, card in sorted(found, key=lambda entry: entry[1])]
         if newcomer:
             failed.append(want)
         return None
@@ -114,7 +119,11 @@ class Seats:
             taken = want.taken.get(card, 0)
             if (fresh and taken) or not card.holds(want) or card.name in want.avoid:
                 continue
+            if (taken + 1) * want.duty > want.bounds[want.mask]:
+                continue  # replicas take turns there: so many times as long is every rollout
             if want.isolated and len(card.duties) > (want.job in card.duties):
+                continue
+            if want.timely and (want.job in card.duties or card.load + want.duty > ONE):
                 continue
             load = card.load_with(want)
             if load is not None:
@@ -172,7 +181,8 @@ class Seats:
             entries = self.entries(node, want, fresh)
             if entries:
                 parts.append(entries)
-                missing -= len(entries) if len(entries) == self._widest[want.role] else 0
+                if node not in want.near:  # those are looked at beside the likely best, not in their stead
+                    missing -= len(entries) if len(entries) == self._widest[want.role] else 0
             if self._lazy and missing <= 0:
                 break
         return parts
@@ -204,7 +214,10 @@ class Seats:
 
     def _room(self, want: Want) -> float:
         """The load of a GPU on top of which the gang is within the bound of its own class."""
-        return 0 if want.isolated else want.bounds[want.mask] - want.duty
+        if want.isolated:
+            return 0
+        bound = want.bounds[want.mask]
+        return (min(bound, ONE) if want.timely else bound) - want.duty
 
     def _order(self, role: Role, count: int) -> Order:
         """Nodes by the load of their count-th least loaded GPU; count 0: by the load of all, the most loaded first."""

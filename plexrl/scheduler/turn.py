@@ -13,6 +13,7 @@ from plexrl.scheduler.spans import Use
 from plexrl.types import Call, CallKind
 
 _MANY_YEARS = 1 << 62
+GIVE_WAY = 24  # ours: a sampler gives way to a gang that keeps GPUs free after this part of its quantum
 _UNSEEN = Learned()
 
 
@@ -166,10 +167,11 @@ class OpenTurn:
         """When the turn must end, or be paused, for those who wait for its GPUs, and why then."""
         end, why = self.full_us(policy), "quantum"
         if others.idle and not self.state.trains and self.limit_us is None:
-            # Samples stop and go on at any token: no reason to let GPUs idle until the quantum is over. A quarter of a
-            # trainer's (ours) keeps overlapping gangs from handing each other the GPUs at every token; it is doubled
-            # as the quantum is while nothing ends.
-            least = self.opened_us + (policy.quantum_us // 4 << min(self.state.fruitless, 6))
+            # Samples stop and go on at any token: no reason to let GPUs idle until the quantum is over. A 24th of it
+            # (ours) keeps overlapping gangs from handing each other the GPUs at every token; it is doubled as the
+            # quantum is while nothing ends. A trainer's quantum has no part in it: how long a gang may keep the GPUs
+            # says nothing of how long it should wait for them.
+            least = self.opened_us + (policy.sample_quantum_us // GIVE_WAY << min(self.state.fruitless, 6))
             end, why = min(end, max(self.least_us(policy), least)), "gang"
         if self.gradients and policy.natural_ends:
             # Its natural end is after optim_step, when no gradients need to move: give it the time to get there.

@@ -24,6 +24,8 @@ class Want:
     bounds, mask: see `load.bounds`; mask is the job's own class. rank: how a GPU compares, the least first. isolated:
     no GPU of another job. own: GPUs where the job is; near: nodes to look at first; partners: the job and those with
     whom it shares a GPU. taken: GPU -> how many gangs of this group are there. avoid: GPUs not to be used.
+    timely: only GPUs that have time for all work there, this included; none that the job has already, for a trainer and
+    a sampler that are a step apart work at the same time.
     """
 
     job: str
@@ -42,6 +44,7 @@ class Want:
     partners: dict[str, None]
     taken: dict[Card, int]
     avoid: Collection[str]
+    timely: bool = False
 
     def asks_more(self, other: Want) -> bool:
         """Whether this fits nowhere if the other fits nowhere, both for jobs without a GPU, of one role and policy."""
@@ -80,7 +83,7 @@ def spread(card: Card, want: Want, load: int) -> tuple[int, ...]:
 
 def rank_of(placement: str, virtual: bool) -> Rank:
     """How GPUs compare under a placement. With fixed offsets `pack` takes the least filled of the GPUs in use."""
-    if placement.startswith("spread"):
+    if placement.startswith("spread") or placement == "fit":
         return spread
     return heap if placement == "pack" and virtual else fill
 

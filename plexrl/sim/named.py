@@ -29,13 +29,13 @@ POLICIES = {
     "pack": structs.replace(_PUBLISHED, placement="pack"),
     "spread": structs.replace(_PUBLISHED, placement="spread"),
     "spread_backfill": structs.replace(
-        _PUBLISHED, placement="spread_backfill", backfill=True, starvation_us=7_200_000_000
+        _PUBLISHED, placement="spread_backfill", backfill=True, admission_patience_us=7_200_000_000
     ),
     "plexrl": Policy(
         placement="spread_backfill",
         order="fair",
         quantum_us=60_000_000,
-        starvation_us=7_200_000_000,
+        admission_patience_us=7_200_000_000,
         max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 2.0, JobClass.SCAVENGER: inf},
     ),
 }

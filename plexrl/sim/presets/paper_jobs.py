@@ -126,6 +126,21 @@ def workload(name: str, plans: Sequence[JobPlan], seed: int, *, train: int, samp
     return Workload(name=name, gpus=cluster, jobs=tuple(plans), switch=switch, seed=seed)
 
 
+def whole_gangs(setting: Setting, gpus: int, k: int, private: int) -> float:
+    """The mean stretch of k jobs to be expected (ours) when nothing is lost but that gangs are whole and stay in place.
+
+    gpus: of the pool; private: rollout GPUs of each job beside it. Two trainers of more than half of the GPUs that they
+    may use never run at once, so k of them take k shares of a step. And where the pool has too few GPUs for k samplers
+    apart from the trainers, a trainer is also on samplers' GPUs; a rollout, which is as long as its last replica, is
+    held up there for as long as training takes: with a share of a step for every layer of trainers over one sampler.
+    """
+    share, trainer, sampler = setting.train_share, setting.train_gpus, setting.sample_gpus
+    apart = gpus if private else gpus - k * sampler
+    layers = ceil(max(0, k * trainer - k * max(0, apart)) / sampler)
+    serial = k * share if 2 * trainer > (gpus if layers else apart) else 1.0
+    return max(1.0, serial, 1.0 + layers * share / k)
+
+
 def pool_of_all(setting: Setting, k: int, busy: float) -> int:
     """GPUs of layout shared_all, in whole nodes: for SHARED_ALL_DUTY, and the trainer must fit.
 

@@ -18,7 +18,7 @@ class Rules(Struct):
     """The part of a policy that placement and admission read."""
 
     placement: str
-    starvation_us: int = 5 * MINUTE
+    admission_patience_us: int = 5 * MINUTE
 
     @property
     def max_stretch(self) -> dict[JobClass, float]:
@@ -92,7 +92,8 @@ def test_the_queue_is_by_class_then_priority_then_arrival(placement):
 
 
 @pytest.mark.parametrize(
-    ("placement", "goes"), [("isolated", []), ("pack", []), ("spread", []), ("spread_backfill", ["small"])]
+    ("placement", "goes"),
+    [("isolated", []), ("pack", []), ("spread", []), ("spread_backfill", ["small"]), ("fit", ["small"])],
 )
 def test_only_backfill_lets_others_pass_the_first(placement, goes):
     desk = Desk(placement)
@@ -282,11 +283,11 @@ def plain(floor: Floor, queue: list, now: int, rules: Rules) -> list[str]:
         if floor.choose_all([spec], rules, tenant, avoid=avoid):
             granted.append(tenant.job)
             queue.remove(entry)
-        elif rules.placement != "spread_backfill":
+        elif rules.placement not in ("spread_backfill", "fit"):
             break
         elif first is None:
             first = entry
-            if now - since >= rules.starvation_us:
+            if now - since >= rules.admission_patience_us:
                 avoid = set(floor.usable(spec))
     return granted
 

@@ -230,6 +230,17 @@ def test_more_replicas_than_a_search_looks_at_still_get_gpus_of_their_own():
     assert len(set(placed)) == 12
 
 
+@pytest.mark.parametrize("placement", ["pack", "spread", "fit"])
+def test_replicas_lie_on_each_other_only_within_the_bound(placement):
+    """They take turns there: a rollout takes so many times as long, which nothing in the load of a GPU says."""
+    floor = pool(1, 2)
+    sampler = spec("s", "a", 1, 4, role=Role.SAMPLE, size=64, duty=0.8)
+    assert sorted(gpus(choose(floor, sampler, placement, normal=2.0))) == [("n0:0",), ("n0:0",), ("n0:1",), ("n0:1",)]
+    floor.vacate("s")
+    with pytest.raises(DoesNotFit):  # two at a time would be 1.6
+        choose(floor, sampler, placement, normal=1.5)
+
+
 def test_replicas_prefer_a_whole_node_to_fresh_gpus():
     floor = pool(2, 2)
     choose(floor, spec("x", "other", duty=1.0), "spread")
@@ -384,6 +395,46 @@ def test_spread_prefers_even_duties_to_one_large_one():
         choose(floor, spec(group, f"{i}", duty=duty), "spread")
     assert [p.group for p in floor.on("n0:0")] == ["large", "small"]
     assert gpus(choose(floor, spec("x", "x", duty=0.1), "spread")) == [("n0:1",)]
+
+
+def test_fit_leaves_empty_gpus_to_those_who_need_most_of_one():
+    """Trainers of a quarter share two GPUs while these have time for them; samplers find GPUs of their own."""
+    floor = pool(4, 1)
+    for i in range(2):
+        tenant, specs = Tenant(job=f"{i}"), [spec(f"t{i}", f"{i}", 2), spec(f"s{i}", f"{i}", role=Role.SAMPLE)]
+        assert floor.choose_all(specs, Rules("fit", normal=9.0), tenant)
+    assert [sorted(p.group for p in floor.on(f"n{n}:0")) for n in range(4)] == [
+        ["s0"],
+        ["t0", "t1"],
+        ["t0", "t1"],
+        ["s1"],
+    ]
+
+
+def test_fit_takes_the_least_loaded_where_no_gpu_has_time_for_it():
+    floor = pool(1, 3)
+    for i, duty in enumerate((0.9, 0.7, 0.8)):
+        put(floor, spec(f"g{i}", f"{i}", duty=duty), f"n0:{i}")
+    assert gpus(choose(floor, spec("x", "x", duty=0.25), "fit")) == [("n0:1",)]  # the only one with time
+    assert gpus(choose(floor, spec("y", "y", duty=0.5), "fit")) == [("n0:2",)]
+
+
+def test_fit_does_not_put_a_trainer_on_the_gpus_of_its_sampler_while_others_have_time():
+    """They work at the same time when the one is a step ahead."""
+    floor = pool(1, 2)
+    put(floor, spec("s", "a", role=Role.SAMPLE, duty=0.5), "n0:0")
+    put(floor, spec("t", "b", duty=0.3), "n0:1")
+    assert gpus(choose(floor, spec("ta", "a", duty=0.25), "fit")) == [("n0:1",)]
+
+
+def test_a_wide_gang_is_compared_on_its_partners_nodes_and_on_the_least_loaded():
+    """Node 1 is the job's own, node 0 a partner's; the empty node 2 is better than either."""
+    floor = pool(3, 2)
+    put(floor, spec("sa", "a", 2, role=Role.SAMPLE, duty=0.8), "n0:0", "n0:1")
+    put(floor, spec("ta", "a", 2, duty=0.2), "n1:0", "n1:1")
+    put(floor, spec("sb", "b", 2, role=Role.SAMPLE, duty=0.8), "n1:0", "n1:1")
+    (wide,) = gpus(choose(floor, spec("tb", "b", 4, duty=0.2), "spread"))
+    assert {"n2:0", "n2:1"} <= set(wide)
 
 
 # --- later ------------------------------------------------------------------------------------------------------------
@@ -674,7 +725,9 @@ def one(model: Model, spec: GroupSpec, tenant: Tenant) -> tuple[Placement] | Non
     nodes = len({gpu.partition(":")[0] for gpu in gangs[0].gpus})
     if free == at_most:
         fullest = sorted(free.values(), reverse=True)
-        assert nodes == next(n for n in range(1, 9) if sum(fullest[:n]) >= spec.gang_size)
+        least = next(n for n in range(1, 9) if sum(fullest[:n]) >= spec.gang_size)
+        # `fit` goes on more rather than where no GPU has time, but never apart if one node has room.
+        assert nodes == least or (model.rules.placement == "fit" and nodes > least > 1)
     if spec.replicas > 1 and spec.gang_size == 1 and sum(free.values()) >= spec.replicas and free == at_most:
         assert len({gang.gpus for gang in gangs}) == spec.replicas
     return (placement,)

@@ -153,10 +153,12 @@ def test_a_starving_gang_takes_a_reservation_over():
     assert ex.started[-1] == "both:1"
 
 
+@pytest.mark.parametrize("quantum", [20 * S, 400 * S])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_samples_make_way_for_a_gang_that_keeps_gpus_free(replicas):
-    """`both` has GPU 1 and waits for GPU 0, where a rollout of minutes goes on: a quarter of its quantum is enough."""
-    ex = pool(2, order="fifo", quantum_us=20 * S, sample_quantum_us=300 * S, prefetch=False)
+def test_samples_make_way_for_a_gang_that_keeps_gpus_free(replicas, quantum):
+    """`both` has GPU 1 and waits for GPU 0, where a rollout of minutes goes on: a 24th of a sampler's quantum is
+    enough, however long a trainer's is."""
+    ex = pool(2, order="fifo", quantum_us=quantum, sample_quantum_us=120 * S, prefetch=False)
     player = Player(ex, switch_us=0)
     for i in range(replicas):
         ex.put(f"s{i}", Role.SAMPLE, f"s{i}", ["n1:0"], 64, 64 * i, resident=True)

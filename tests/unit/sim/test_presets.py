@@ -6,7 +6,7 @@ from msgspec import structs
 from plexrl.sim.alone import alone
 from plexrl.sim.presets import paper
 from plexrl.sim.presets import paper_parameters as fixed
-from plexrl.sim.presets.paper_jobs import job, pool_of_all, right_size, workload
+from plexrl.sim.presets.paper_jobs import job, pool_of_all, right_size, whole_gangs, workload
 from plexrl.sim.presets.per_step import Ends, Layout, saving, spent, stretch
 from plexrl.sim.presets.policies_jobs import DIGEST, FROZEN, SEED, make
 from plexrl.sim.result import StepSpan
@@ -61,6 +61,18 @@ def test_published_figures_and_pools_are_those_of_the_paper():
     ]
     assert [right_size(setting) for setting in fixed.SETTINGS] == [4, 48, 64]
     assert pool_of_all(fixed.SETTINGS[2], 2, busy=10.0) == 96  # the trainer must fit
+
+
+def test_what_whole_gangs_cost_by_hand():
+    """Training takes a share of 0.2933 of a step, on 128 GPUs; a sampler has 64."""
+    middle = fixed.SETTINGS[1]
+    share = middle.train_share
+    assert whole_gangs(middle, 128, 3, private=64) == 1.0
+    assert whole_gangs(middle, 128, 4, private=64) == pytest.approx(4 * share)  # one after the other on the same GPUs
+    # 88 GPUs have no sampler, and 2 x 40 are trained on beside one: all of one rollout's, and some of the other's.
+    assert whole_gangs(middle, 216, 2, private=0) == pytest.approx(1 + share)
+    assert whole_gangs(middle, 320, 3, private=0) == 1.0  # room for all apart
+    assert whole_gangs(middle, 432, 4, private=0) == pytest.approx(4 * share)  # 176 apart have no room for two
 
 
 @pytest.mark.parametrize("k", fixed.JOBS)
