@@ -30,7 +30,7 @@ from plexrl.types import BadInput, PlexrlError
 
 MIB = 1 << 20
 SIZES = (256 * MIB, 1024 * MIB)
-REPEATS = 6
+REPEATS = 8
 KEYS = ("plain_write_gbs", "spill_gbs", "plain_read_gbs", "refill_gbs")
 
 
@@ -90,6 +90,7 @@ def _turn(inside: Path, arena: Arena, tier: Tier, size: int, ours_first: bool) -
 
     def refill() -> None:
         found["refill_gbs"] = tier.refill("state")[2]
+        tier.free_bytes()  # returns when the file's first name is gone
 
     def spill() -> None:
         found["spill_gbs"] = tier.spill("state")[1]
@@ -98,7 +99,6 @@ def _turn(inside: Path, arena: Arena, tier: Tier, size: int, ours_first: bool) -
         os.link(file, kept)
         for move in (read, refill)[::step]:
             move()
-        tier.free_bytes()  # returns when the first name is gone
         _gone(inside, kept)
 
     for move in (write, spill)[::step]:

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from plexrl.types import DoesNotFit
@@ -24,6 +25,8 @@ _MADV_DONTDUMP = 16
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x10, mmap.MAP_ANONYMOUS, 0x4000
+# Large enough that memset writes past the caches.
+_CLEAR_PIECE, _CLEARERS = 256 << 20, 4
 _KERNEL = Path("/sys/kernel/mm")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -136,8 +139,16 @@ def forget(start: int, size: int) -> None:
 
 
 def clear(start: int, size: int) -> None:
-    """Write zeros to [start, start + size) of this process; the pages stay allocated. Releases the GIL."""
-    ctypes.memset(start, 0, size)
+    """Write zeros to [start, start + size) of this process; the pages stay allocated. Releases the GIL.
+
+    Large ones by several threads: one core does not reach what the memory can do.
+    """
+    if size <= _CLEAR_PIECE:
+        ctypes.memset(start, 0, size)
+        return
+    with ThreadPoolExecutor(_CLEARERS, "clear") as threads:
+        for at in range(0, size, _CLEAR_PIECE):
+            threads.submit(ctypes.memset, start + at, 0, min(_CLEAR_PIECE, size - at))
 
 
 def _read(path: Path) -> str:

@@ -62,6 +62,20 @@ def test_a_freed_slab_is_cleared_at_once(arena):
     assert not host.view(agent.alloc("c", 2 * PAGE, 1002)).any()
 
 
+def test_large_slabs_are_cleared_to_the_last_byte(memfd):
+    size = 384 << 20
+    agent = Arena(memfd(size), size)
+    slab = agent.alloc("a", (256 << 20) + 5 * PAGE + 1, 1001)
+    beside = agent.alloc("b", PAGE, 1002)
+    for each in (slab, beside):
+        with agent.bytes_of(each) as data:
+            data[::PAGE] = b"\xa5" * (len(data) // PAGE)
+    agent.free("a")
+    with agent.bytes_of(slab) as data, agent.bytes_of(beside) as kept:
+        assert not any(data[::PAGE]) and kept[0] == 0xA5
+    agent.close()
+
+
 def test_the_shared_base_cannot_be_written_through_a_readonly_view(arena, ending):
     agent, host = arena
     slab = agent.alloc("base", PAGE, -1)
