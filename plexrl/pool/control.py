@@ -1,4 +1,4 @@
-"""How agents and engine hosts find the head: run/control.json, with its address, key and epoch; 0600."""
+"""How agents and engine hosts find the head: run/control.json, with its address, key and epoch; and its keys. 0600."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from plexrl.types import Epoch, Unavailable
+from plexrl.wire.keys import Keys
 
 
 class Control(Struct, frozen=True, kw_only=True):
@@ -34,3 +35,11 @@ def read_control(path: Path) -> Control:
         return msgspec.json.decode(path.read_bytes(), type=Control)
     except FileNotFoundError:
         raise Unavailable(f"no head has written {path} yet") from None
+
+
+def keys_of(path: Path, keep: bool) -> Keys:
+    """A key pair per start of the pool; a head that follows another in one allocation keeps it."""
+    if not keep or not path.exists():
+        path.unlink(missing_ok=True)
+        Keys.generate().save(path)
+    return Keys.load(path)

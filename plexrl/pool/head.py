@@ -20,7 +20,7 @@ from plexrl.pool import messages as m
 from plexrl.pool.admission import Admission
 from plexrl.pool.api import Api
 from plexrl.pool.book import Book
-from plexrl.pool.control import Control, write_control
+from plexrl.pool.control import Control, keys_of, write_control
 from plexrl.pool.core import Core
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.door import Door, Gateway
@@ -37,7 +37,6 @@ from plexrl.pool.turns import Turns
 from plexrl.pool.upkeep import Upkeep
 from plexrl.pool.usage import Usage
 from plexrl.types import BadInput, Epoch, Peer, PlexrlError, Unavailable, records
-from plexrl.wire.keys import Keys
 from plexrl.wire.registry import Live, Registry
 
 log = logging.getLogger("plexrl.head")
@@ -154,7 +153,9 @@ class Head:
         instance = core.book.started.instance if adopt else f"{epoch.start:x}{os.urandom(4).hex()}"
         core.on_failure = self._disk_failed
         core.journal = await self._new_journal(epoch)
-        server, inner, client = (self._keys(name, adopt) for name in ("door.json", "inner.json", "keys.json"))
+        server, inner, client = (
+            keys_of(self._layout.run / name, adopt) for name in ("door.json", "inner.json", "keys.json")
+        )
         core.links = Links(
             context,
             f"tcp://{self._config.interface}:0",
@@ -197,14 +198,6 @@ class Head:
                 log.critical("no journal can be written in %s (%s); trying again", self._layout.journal, error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _FULL_S)
-
-    def _keys(self, name: str, keep: bool) -> Keys:
-        """A key pair per start of the pool; a head that follows another in one allocation keeps it."""
-        path = self._layout.run / name
-        if not keep or not path.exists():
-            path.unlink(missing_ok=True)
-            Keys.generate().save(path)
-        return Keys.load(path)
 
     def _announce(self, state: str) -> None:
         self._live = msgspec.structs.replace(self._live, state=state)
