@@ -67,6 +67,10 @@ class GpuRank(switch_rank.Rank):
             self.state.mark(bucket, DIRTY)
         return {"digest": digest(self.region.buffer)}
 
+    def digest(self, where: str) -> dict:
+        """where: "device" or "host". The same sums on both, so that the device makes its own."""
+        return {"digest": digest(self.region.buffer if where == "device" else self.slab)}
+
     def allocations(self) -> dict:
         """Buffers made by leaving and entering, on the host and on the device."""
 
