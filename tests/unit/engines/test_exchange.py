@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -444,3 +446,32 @@ def test_the_shared_base_cannot_be_written_to_by_who_filled_it(models: dict[str,
     start = engine._home.base().data_ptr()
     assert [line.split()[1] for line in lines if line.startswith(f"{start:x}-")] == ["r--s"]
     assert (base, False) not in node.map._views
+
+
+def test_a_thousand_switches_leave_nothing_behind(models: dict[str, str]) -> None:
+    """Between a trainer, and a sampler with live sequences: descriptors, mappings, memory stay as they are."""
+    node = Node()
+    sampler = node.join(models["tied"], Role.SAMPLE, "lora")
+    sampler.add("c", None, ask([4, 5, 6], 2, max_tokens=100))
+    sampler.step()
+    sampler.offload()
+    engine = trainer(node, models["tied"], 4)
+    process = psutil.Process()
+
+    def switches(count: int) -> tuple[int, int, int]:
+        for number in range(count):
+            if number % 50 == 0:
+                step(engine, number % 3)
+            engine.offload()
+            sampler.load_device()
+            sampler.offload()
+            engine.load_device()
+        gc.collect()
+        return process.num_fds(), len(Path("/proc/self/maps").read_text().splitlines()), process.memory_info().rss
+
+    fds, mappings, memory = switches(100)
+    more_fds, more_mappings, more_memory = switches(500)
+    assert more_fds <= fds and more_mappings <= mappings + 5
+    assert more_memory - memory < 8 << 20
+    cross(engine, sampler)
+    assert drain(sampler).keys() == {"c"}
