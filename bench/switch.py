@@ -40,8 +40,8 @@ Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def pair(total: int, tensors: int, **more: object) -> Iterator[tuple[list[Peer], int]]:
-    """Two ranks with a state each, both asleep, on the same bytes of one device; and the device's descriptor.
+def pair(total: int, tensors: int, **more: object) -> Iterator[tuple[list[Peer], dict[str, int]]]:
+    """Two ranks with a state each, both asleep, on the same bytes of one device; and the descriptors by name.
 
     Raises DoesNotFit without memory for the device and two slabs.
     """
@@ -66,7 +66,7 @@ def pair(total: int, tensors: int, **more: object) -> Iterator[tuple[list[Peer],
             stack.callback(ranks[-1].close)
         for rank in ranks:
             rank.answer()
-        yield ranks, fds["device"]
+        yield ranks, fds
 
 
 def exchange(goes: Peer, comes: Peer) -> dict:
@@ -106,7 +106,7 @@ def measure(total: int, tensors: int, repeats: int, say: Say, **more: object) ->
         for rank, wanted in zip(ranks, digests, strict=True):
             found = rank.ask("digest", where="device" if rank is one else "host")["digest"]
             if found != wanted:
-                raise PlexrlError(f"other bytes than were sent: digest {found:#x} instead of {wanted:#x}")
+                raise PlexrlError(f"other bytes than were sent: digest {found} instead of {wanted}")
         say("counting allocations and bytes")
         made = one.ask("allocations")["count"]
         step = one.ask("step")
@@ -115,7 +115,7 @@ def measure(total: int, tensors: int, repeats: int, say: Say, **more: object) ->
     naive = Peer(NAIVE, {"bytes": total, "tensors": tensors}, ())
     try:
         naive.answer()
-        seconds = statistics.median(naive.ask("switch")["seconds"] for _ in range(3))
+        seconds = min(naive.ask("switch")["seconds"] for _ in range(2))
     finally:
         naive.close()
     gbs = {"plain_copy_gbs": plain, "offload_gbs": out, "load_gbs": back}
@@ -153,7 +153,7 @@ def measure_all(say: Say) -> dict:
 
 def soak(switches: int, say: Say) -> dict:
     """What `switches` exchanges left behind, all processes together: growth of bytes, descriptors and mappings."""
-    with pair(SOAK_BYTES, 300) as (ranks, device):
+    with pair(SOAK_BYTES, 300) as (ranks, fds):
         one, other = ranks
         for seed, rank in enumerate(ranks):
             rank.ask("enter")
@@ -164,9 +164,11 @@ def soak(switches: int, say: Say) -> dict:
         def held() -> dict[str, int]:
             seen = [rank.ask("usage") for rank in ranks]
             total = {name: sum(usage[name] for usage in seen) for name in seen[0]}
-            return {"device_bytes": os.fstat(device).st_blocks * 512, **total}
+            shared = {name: os.fstat(fd).st_blocks * 512 for name, fd in fds.items()}
+            return {"device_bytes": shared["device"], **total, "host_bytes": total["host_bytes"] + shared["arena"]}
 
         warm = max(switches // 10, 10)
+        held()  # looking costs memory too, the first time
         for i in range(warm + switches):
             if i == warm:
                 before = held()

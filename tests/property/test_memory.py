@@ -14,6 +14,8 @@ from plexrl.memory.pages import ALIGN, PAGE, align_up, create_memfd
 from plexrl.memory.resident import CLEAN, DIRTY, ZERO, ResidentState
 from plexrl.types import DoesNotFit, Extent, Residency
 
+SEEDS = int(os.environ.get("PLEXRL_SEEDS", "1"))
+
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 buckets = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), max_size=4).map(
     lambda tensors: [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(tensors)]
@@ -95,7 +97,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60 * SEEDS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     first=layouts,
     second=layouts,
@@ -194,11 +196,11 @@ class ArenaMachine(RuleBasedStateMachine):
                 assert not any(os.pread(self.fd, PAGE, page * PAGE)), "free bytes are not zero"
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+ArenaMachine.TestCase.settings = settings(max_examples=40 * SEEDS, stateful_step_count=20, deadline=None)
 TestArena = ArenaMachine.TestCase
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * SEEDS, deadline=None)
 @given(
     extents=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=5),
     steps=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=20),

@@ -14,6 +14,8 @@ from plexrl.memory.resident import CLEAN, DIRTY, ZERO, BucketState, ResidentStat
 from plexrl.types import Extent, Residency
 from tests.property.interleave import Judge, Killed, LinkDown, Rank, Stage, SteppedMover, SteppedSeat
 
+SEEDS = int(os.environ.get("PLEXRL_SEEDS", "1"))
+
 MAY_FOLLOW = {
     Residency.HOST: {Residency.LOADING, Residency.SPILLING},
     Residency.LOADING: {Residency.DEVICE, Residency.HOST, Residency.LOST},
@@ -281,7 +283,7 @@ tenants = st.tuples(
 )
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120 * SEEDS, suppress_health_check=[HealthCheck.too_slow])
 @given(
     drawn=st.lists(tenants, min_size=2, max_size=3),
     order=st.lists(st.integers(0, 5), max_size=40),
@@ -295,7 +297,7 @@ def test_ranks_that_share_a_device_get_their_state_back_whatever_fails(drawn, or
     play(made, order, seed)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60 * SEEDS, suppress_health_check=[HealthCheck.too_slow])
 @given(
     specs=layouts,
     phase=st.sampled_from(PHASES),
