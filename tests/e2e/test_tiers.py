@@ -67,6 +67,7 @@ def test_a_damaged_file_loses_one_deployment(local_pool, tiny_model, tmp_path):
         "sft.py", "--rank", "0", "--folder", str(tmp_path), "--steps", "12", "--lr", "1e-3", "--think", "0.05"
     )
     pool.wait_until("the other trains, and the first is on NVMe", (tmp_path / "job.steps").exists)
+    pool.wait_until("what was refilled is removed", lambda: len(files_of(nvme)) == 1)
     (file,) = files_of(nvme)
     with file.open("r+b") as damaged:
         damaged.seek(file.stat().st_size // 2)
