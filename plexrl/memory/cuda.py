@@ -16,8 +16,7 @@ from plexrl.memory.cuda_driver import Driver, LibCuda
 from plexrl.memory.cuda_gauge import Gauge
 from plexrl.memory.cuda_lanes import GpuMover, Lanes
 from plexrl.memory.cuda_pins import Pins
-from plexrl.memory.device import NotMapped, Region
-from plexrl.memory.pages import ALIGN
+from plexrl.memory.region import Region, check_free, check_place, not_mapped, piece
 from plexrl.types import BadInput, DoesNotFit, Extent, Unavailable
 
 if TYPE_CHECKING:
@@ -75,20 +74,10 @@ class CudaDevice:
 
     def reserve(self, extent: Extent) -> Region:
         """Addresses for an extent, with nothing behind them. Raises BadInput, DoesNotFit as the cpu device does."""
-        offset, size = extent.offset, extent.size
-        if offset is None or offset < 0 or offset % ALIGN or size <= 0:
-            raise BadInput(
-                f"an extent at offset {offset} of {size} bytes cannot be reserved on a cuda device",
-                f"Offsets are fixed at placement, multiples of {ALIGN}; sizes are positive",
-            )
-        if offset + size > self.size:
-            raise DoesNotFit(
-                f"an extent of {size} bytes at offset {offset} ends beyond the device's {self.size} bytes",
-                "Raise device.bytes or place a smaller model",
-            )
+        check_place(extent, self.size, "cuda")
         self._driver.enter()
-        chunks = Chunks(self._driver, size, self.chunk)
-        region = Region(extent, cuda_tensor.tensor_at(chunks.address, size, *self._place))
+        chunks = Chunks(self._driver, extent.size, self.chunk)
+        region = Region(extent, cuda_tensor.tensor_at(chunks.address, extent.size, *self._place))
         self._regions[region] = chunks
         return region
 
@@ -110,12 +99,7 @@ class CudaDevice:
 
         Raises NotMapped over a region of this process in use, DoesNotFit when the GPU is full.
         """
-        for other, chunks in self._regions.items():
-            if other is not region and chunks.backed_bytes and _overlap(region.extent, other.extent):
-                raise NotMapped(
-                    f"the region at {region.extent.offset} overlaps the one at {other.extent.offset}, which is mapped",
-                    "Offload and unmap that one first",
-                )
+        check_free(region, (other for other, chunks in self._regions.items() if chunks.backed_bytes))
         self._driver.enter()
         self._regions[region].back(start, end)
         region.mapped = self._regions[region].whole()
@@ -158,17 +142,10 @@ class CudaDevice:
         self._regions.clear()
 
     def _piece(self, region: Region, offset: int, host: Tensor) -> Tensor:
-        if str(host.dtype) != "torch.uint8" or host.dim() != 1:
-            raise BadInput(f"copied bytes are {host.dtype} of shape {tuple(host.shape)}", "Pass a 1-D uint8 tensor")
-        end = offset + host.numel()
-        if offset < 0 or end > region.extent.size:
-            raise BadInput(
-                f"{host.numel()} bytes at offset {offset} lie outside a region of {region.extent.size}",
-                "Copy within the region",
-            )
-        if not self._regions[region].there(offset, end):
-            raise NotMapped(f"the region at {region.extent.offset} is not mapped", "Map it before copying")
-        return region.buffer[offset:end]
+        found = piece(region, offset, host)
+        if not self._regions[region].there(offset, offset + host.numel()):
+            raise not_mapped(region)
+        return found
 
 
 def cuda_device(index: int, size: int, chunk: int = CHUNK) -> CudaDevice:
@@ -186,7 +163,3 @@ def cuda_device(index: int, size: int, chunk: int = CHUNK) -> CudaDevice:
     torch.cuda.synchronize()
     context = max(gauge.used() - before, 0)
     return CudaDevice(size, driver, Lanes(index), index=index, gauge=gauge, context=context, chunk=chunk)
-
-
-def _overlap(a: Extent, b: Extent) -> bool:
-    return a.offset < b.offset + b.size and b.offset < a.offset + a.size

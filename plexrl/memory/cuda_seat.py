@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from plexrl.memory.cuda import CudaDevice
-from plexrl.memory.device import Region
 from plexrl.memory.gate import Seat, SeatState
+from plexrl.memory.region import Region
 from plexrl.types import Extent
 
 

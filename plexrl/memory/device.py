@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from plexrl.memory import pages
 from plexrl.memory.pages import create_memfd
-from plexrl.types import BadInput, DoesNotFit, Extent, PlexrlError
+from plexrl.memory.region import NotMapped, Region, check_free, check_place, not_mapped, overlap, piece
+from plexrl.memory.transfer import CHUNK, Memcpy, Mover
+from plexrl.types import BadInput, Extent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,26 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["CpuDevice", "Device", "NotMapped", "Region", "create_memfd"]
 
 
-class NotMapped(PlexrlError):
-    """A region was used while its memory belongs to somebody else, or mapped over one that is in use."""
+class Device(Protocol):
+    """One GPU's memory as one rank sees it.
 
-
-class Region:
-    """A reserved piece of a device's memory. Its address is the same for life, also while it is not mapped.
-
-    buffer: uint8, 1-D, extent.size bytes. Reading or writing it is only allowed while `mapped`.
+    mover, chunk: what copies between it and the host, and how many bytes at once; for ResidentState.
     """
 
-    __slots__ = ("buffer", "extent", "mapped")
-
-    def __init__(self, extent: Extent, buffer: Tensor) -> None:
-        self.extent = extent
-        self.buffer = buffer
-        self.mapped = False
-
-
-class Device(Protocol):
-    """One GPU's memory as one rank sees it."""
+    mover: Mover
+    chunk: int
 
     def reserve(self, extent: Extent) -> Region:
         """Reserve addresses for an extent; the region is not mapped yet. Raises DoesNotFit, BadInput."""
@@ -71,6 +61,8 @@ class CpuDevice:
         if held != size:
             raise BadInput(f"the memory of a cpu device has {held} bytes instead of {size}", "Pass that device's memfd")
         self.size = size
+        self.mover: Mover = Memcpy()
+        self.chunk = CHUNK
         self.paranoid = paranoid
         self._mapping = pages.map_shared(fd, size)
         self._address = pages.address(self._mapping)
@@ -82,17 +74,8 @@ class CpuDevice:
 
         Raises BadInput without a 64-byte-aligned offset and a positive size, DoesNotFit beyond the device's end.
         """
+        check_place(extent, self.size, "cpu")
         offset, size = extent.offset, extent.size
-        if offset is None or offset < 0 or offset % pages.ALIGN or size <= 0:
-            raise BadInput(
-                f"an extent at offset {offset} of {size} bytes cannot be reserved on a cpu device",
-                f"Offsets are fixed at placement, multiples of {pages.ALIGN}; sizes are positive",
-            )
-        if offset + size > self.size:
-            raise DoesNotFit(
-                f"an extent of {size} bytes at offset {offset} ends beyond the device's {self.size} bytes",
-                "Raise device.bytes or place a smaller model",
-            )
         if self.paranoid:
             self._access(offset, size)
         pages.populate(self._mapping, offset, size)
@@ -106,12 +89,7 @@ class CpuDevice:
         """Raises NotMapped when a region of this process that overlaps it is in use."""
         if region.mapped:
             return
-        for other in self._regions:
-            if other.mapped and _overlap(region.extent, other.extent):
-                raise NotMapped(
-                    f"the region at {region.extent.offset} overlaps the one at {other.extent.offset}, which is mapped",
-                    "Offload and unmap that one first",
-                )
+        check_free(region, (other for other in self._regions if other.mapped))
         if self.paranoid:
             self._access(region.extent.offset, region.extent.size)
         region.mapped = True
@@ -136,15 +114,8 @@ class CpuDevice:
 
     def _piece(self, region: Region, offset: int, host: Tensor) -> Tensor:
         if not region.mapped:
-            raise NotMapped(f"the region at {region.extent.offset} is not mapped", "Map it before copying")
-        if str(host.dtype) != "torch.uint8" or host.dim() != 1:
-            raise BadInput(f"copied bytes are {host.dtype} of shape {tuple(host.shape)}", "Pass a 1-D uint8 tensor")
-        if offset < 0 or offset + host.numel() > region.extent.size:
-            raise BadInput(
-                f"{host.numel()} bytes at offset {offset} lie outside a region of {region.extent.size}",
-                "Copy within the region",
-            )
-        return region.buffer[offset : offset + host.numel()]
+            raise not_mapped(region)
+        return piece(region, offset, host)
 
     def _access(self, offset: int, size: int) -> None:
         # Outwards to whole pages: a neighbour's edge page may have been forbidden.
@@ -158,9 +129,5 @@ class CpuDevice:
         end = (region.extent.offset + region.extent.size) // pages.PAGE * pages.PAGE
         pages.protect(self._address + start, end - start, pages.PROT_NONE)
         for other in self._regions:
-            if other.mapped and _overlap(region.extent, other.extent):
+            if other.mapped and overlap(region.extent, other.extent):
                 self._access(other.extent.offset, other.extent.size)
-
-
-def _overlap(a: Extent, b: Extent) -> bool:
-    return a.offset < b.offset + b.size and b.offset < a.offset + a.size
