@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from plexrl.engines.torch.gang import process_group
+from plexrl.engines.torch.gang import meeting, process_group
 
 # Followers wait for the leader's next step however long the pool is idle; a leader that dies closes its sockets.
 _IDLE = timedelta(days=3650)
@@ -22,7 +22,7 @@ class Lockstep:
         """rendezvous: path of a file that all ranks see and nothing else uses."""
         self.rank = rank
         self.world = world
-        self._group = process_group(rank, world, rendezvous, interface, _IDLE) if world > 1 else None
+        self._group = process_group(rank, world, meeting(rendezvous, world), interface, _IDLE) if world > 1 else None
 
     def tell(self, payload: bytes | None = None) -> bytes:
         """Rank 0 gives payload; every rank returns it."""

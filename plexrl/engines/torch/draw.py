@@ -20,14 +20,14 @@ def draw(logits: Tensor, sequences: list[Sequence]) -> None:
     if all(p.plain for p in params):
         picked = _pick((logits - norm).exp_(), sequences)
     else:
-        picked = torch.empty(len(sequences), dtype=torch.int64)
+        picked = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
         greedy = [i for i, p in enumerate(params) if p.temperature == 0]
         drawn = [i for i, p in enumerate(params) if p.temperature > 0]
         if greedy:
             picked[greedy] = logits[greedy].argmax(-1)
         if drawn:
             # Below this a quotient overflows; it is the limit of temperature 0 long before.
-            heat = torch.tensor([max(params[i].temperature, 1e-30) for i in drawn])
+            heat = torch.tensor([max(params[i].temperature, 1e-30) for i in drawn], device=logits.device)
             probabilities = torch.softmax(logits[drawn] / heat[:, None], -1)
             for row, i in zip(probabilities, drawn, strict=True):
                 _truncate(row, params[i])
@@ -40,9 +40,12 @@ def draw(logits: Tensor, sequences: list[Sequence]) -> None:
 
 
 def _pick(probabilities: Tensor, sequences: list[Sequence]) -> Tensor:
-    """One uniform number per sequence from its own generator, looked up in the running sum."""
+    """One uniform number per sequence from its own generator, looked up in the running sum.
+
+    Generators live on the host whatever the device is: their state goes with a sequence to another replica.
+    """
     sums = probabilities.cumsum(-1)
-    uniform = torch.cat([torch.rand(1, generator=s.generator) for s in sequences])[:, None]
+    uniform = torch.cat([torch.rand(1, generator=s.generator) for s in sequences])[:, None].to(sums.device)
     picked = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)[:, 0]
     # Rounding may put the number at the very end, beyond the last token that has any probability.
     beyond = picked >= probabilities.shape[-1]
@@ -68,4 +71,4 @@ def _keep_top(logits: Tensor, norm: Tensor, sequences: list[Sequence]) -> None:
     for row, lse, sequence in zip(logits, norm, sequences, strict=True):
         if sequence.request.asked.topk_sample:
             values, ids = (row - lse).topk(sequence.request.asked.topk_sample)
-            sequence.top.append((ids.numpy(), values.numpy()))
+            sequence.top.append((ids.cpu().numpy(), values.cpu().numpy()))

@@ -60,7 +60,10 @@ def replacing(folder: Path):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """One safetensors file, straight from the tensors' memory (the format: length, JSON header, bytes)."""
+    """One safetensors file (the format: length, JSON header, bytes), straight from the tensors' memory.
+
+    Those of a GPU come to the host one by one.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, tensor in tensors.items():
@@ -73,7 +76,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(len(head).to_bytes(8, "little"))
         file.write(head)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+            file.write(memoryview(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()))
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,8 +1,12 @@
-"""The ranks of one worker group: a gloo process group of their own, found through a file."""
+"""The ranks of one worker group: process groups of their own, found through a file.
+
+What ranks tell each other lies on the host and goes by gloo; sums of what lies on GPUs go by NCCL.
+"""
 
 from __future__ import annotations
 
 import re
+import socket
 from datetime import timedelta
 
 import torch
@@ -11,38 +15,75 @@ from torch import Tensor
 
 # A rank that died is noticed at once (its sockets close); this bounds a rank that hangs.
 TIMEOUT = timedelta(minutes=30)
+_NAME_BYTES = 128
 
 
 def process_group(
-    rank: int, world: int, rendezvous: str, interface: str, timeout: timedelta = TIMEOUT
+    rank: int, world: int, store: dist.Store, interface: str, timeout: timedelta = TIMEOUT
 ) -> dist.ProcessGroupGloo:
-    """A gloo group of its own. rendezvous: path of a file that all ranks see, used by this group alone.
-
-    interface: an address, host name or device name to listen on.
-    """
+    """A gloo group of its own. store: see meeting; interface: an address, host name or device name to listen on."""
     options = dist.ProcessGroupGloo._Options()
     where = (
         {"interface": interface} if re.fullmatch(r"(lo|en|eth|ib|bond|br)\w*", interface) else {"hostname": interface}
     )
     options._devices = [dist.ProcessGroupGloo.create_device(**where)]
     options._timeout = timeout
-    store = dist.PrefixStore("gang", dist.FileStore(rendezvous, world))
-    return dist.ProcessGroupGloo(store, rank, world, options)
+    return dist.ProcessGroupGloo(dist.PrefixStore("gang", store), rank, world, options)
+
+
+def meeting(rendezvous: str, world: int) -> dist.Store:
+    """Where ranks find each other. rendezvous: path of a file that all of them see, and nobody else uses."""
+    return dist.FileStore(rendezvous, world)
 
 
 class Gang:
     """Collectives of the gang. A gang of one needs no group and no file. Tensors only: nothing is pickled."""
 
     def __init__(self, rank: int, world: int, rendezvous: str, interface: str) -> None:
-        """See process_group."""
+        """See process_group, meeting."""
         self.rank = rank
         self.world = world
-        self._group = process_group(rank, world, rendezvous, interface) if world > 1 else None
+        self._store = meeting(rendezvous, world) if world > 1 else None
+        self._group = process_group(rank, world, self._store, interface) if world > 1 else None
+        self._fast: dist.ProcessGroup | None = None
+
+    def use(self, where: torch.device) -> None:
+        """From now on sums may lie on this device. A collective.
+
+        NCCL wants a GPU for each rank: on slices of one card sums go through the host, as they do without a GPU.
+        """
+        if self._group is None or where.type != "cuda":
+            return
+        if self.apart(_gpu_name(where)):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            store = dist.PrefixStore("nccl", self._store)
+            self._fast = dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+            # Connect now: what its buffers take belongs to what the process keeps, which is measured next.
+            one = torch.ones(1, device=where)
+            self.sum(one)
+            one.item()
+
+    def apart(self, name: str) -> bool:
+        """Whether every rank tells another name, of at most 128 bytes. A collective."""
+        mine = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+        told = name.encode()[:_NAME_BYTES]
+        mine[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        parts = [torch.zeros_like(mine) for _ in range(self.world)]
+        self._group.allgather([parts], [mine]).wait()
+        return len({part.numpy().tobytes() for part in parts}) == self.world
 
     def sum(self, tensor: Tensor) -> None:
         """Add up over ranks, in place; the same bits on every rank."""
-        if self._group is not None:
-            self._group.allreduce([tensor]).wait()
+        if self._group is None:
+            return
+        if self._fast is not None and tensor.is_cuda:
+            self._fast.allreduce([tensor]).wait()
+            return
+        host = tensor.cpu()  # itself, where it is there
+        self._group.allreduce([host]).wait()
+        if host is not tensor:
+            tensor.copy_(host)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says True."""
@@ -70,4 +111,10 @@ class Gang:
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        self._group = self._fast = self._store = None
+
+
+def _gpu_name(where: torch.device) -> str:
+    """The card by node and bus; slices of one card have the same name."""
+    card = torch.cuda.get_device_properties(where)
+    return f"{card.pci_domain_id}:{card.pci_bus_id}:{card.pci_device_id}@{socket.gethostname()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from plexrl.engines import layout, sizing
 from plexrl.engines.protocol import EngineSpec
 from plexrl.engines.torch.lora import Shape
-from plexrl.engines.torch.model import read_weights, skeleton
+from plexrl.engines.torch.model import move_buffers, read_weights, skeleton
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import Device
 from plexrl.memory.manifest import Manifest, TensorSpec
+from plexrl.memory.resident import ResidentState
 from plexrl.types import BadInput, Extent, Slab
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ class Home:
 
     The region holds, in this order: keys and values of a sampler, adapter slots, the model. What the layers of the
     model need first of all is before them, so that they can begin while the last of them is still on its way.
+
+    where: torch's name of the device: what a call computes with is there.
     """
 
     def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None = None) -> None:
@@ -70,6 +74,19 @@ class Home:
         device.map(self.region)
         # Whoever had this memory before may have been another user, and may have been killed without clearing it.
         self.region.buffer.zero_()
+        self.where = self.region.buffer.device
+        move_buffers(self.model, self.where)
+
+    def resident(
+        self,
+        plan: Manifest,
+        place: Tensor,
+        slab: Tensor | None,
+        sources: Mapping[str, Tensor] | None = None,
+        at: int = 0,
+    ) -> ResidentState:
+        """A state at a place of the region; see ResidentState."""
+        return ResidentState(plan, place, slab, sources, at=at, mover=self.device.mover, chunk=self.device.chunk)
 
     def base(self) -> Tensor:
         """The base weights' bytes in the arena, read-only: laid out as a bucket of base_specs."""

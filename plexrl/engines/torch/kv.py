@@ -129,17 +129,20 @@ class Rows(Cache):
         """mask: additive (rows, 1, 1, keys), None when all rows are equally long. positions: (rows, 1)."""
         super().__init__(layers=[])
         self._table = table
+        where = table.layers[0].device
         rows = [s.row for s in sequences]
         used = torch.tensor([s.cached for s in sequences])
-        self._write = torch.tensor([table.place(r) for r in rows]) + used
+        self._write = (torch.tensor([table.place(r) for r in rows]) + used).to(where)
         self._longest = int(used.max()) + 1
         # Rows side by side are read in place; others (several versions at once) are gathered.
-        self._side = slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else torch.tensor(rows)
-        self.positions = used[:, None]
+        together = rows == list(range(rows[0], rows[-1] + 1))
+        self._side = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=where)
+        self.positions = used[:, None].to(where)
         self.mask: Tensor | None = None
         if int(used.min()) + 1 < self._longest:
             outside = torch.arange(self._longest)[None] > used[:, None]
-            self.mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, -torch.inf)[:, None, None]
+            mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, -torch.inf)[:, None, None]
+            self.mask = mask.to(where)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple:
         """key, value: (rows, heads, 1, size) of the new tokens; returns those of all tokens so far, as views."""

@@ -43,8 +43,8 @@ def token_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, need: Tenso
 
     need: bool (n,), positions whose gradient is wanted; the others take no memory for logits. None: no gradient at all.
     """
-    out = torch.empty(targets.shape, dtype=torch.float32)
-    rest = torch.arange(len(hidden)) if need is None else torch.nonzero(~need)[:, 0]
+    out = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+    rest = torch.arange(len(hidden), device=hidden.device) if need is None else torch.nonzero(~need)[:, 0]
     with torch.no_grad():
         for rows in rest.split(CHUNK) if len(rest) else ():
             logits = head(hidden[rows]).float()

@@ -14,6 +14,7 @@ from plexrl.engines.torch.model import backbone, head
 def forward(model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], train: bool) -> tuple[Tensor, Tensor]:
     """The loss of these data of a request (a scalar, with a graph if any gradient flows), and the logprobs of all their
     targets, in their order."""
+    where = model.device
     longest = max(len(d.tokens) for d in data)
     tokens = torch.zeros(len(data), longest, dtype=torch.int64)
     real = torch.zeros(len(data), longest, dtype=torch.bool)
@@ -24,7 +25,10 @@ def forward(model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], 
     inputs = {
         name: torch.from_numpy(np.concatenate([_wide(d.inputs[name], data) for d in data])) for name in data[0].inputs
     }
-    rows = torch.repeat_interleave(torch.arange(len(data)), torch.tensor([len(d.tokens) for d in data]))
+    rows = torch.repeat_interleave(torch.arange(len(data)), torch.tensor([len(d.tokens) for d in data])).to(where)
+    # Made on the host in one piece each, then moved: on a GPU every small step costs a launch.
+    tokens, real, targets = tokens.to(where), real.to(where), targets.to(where)
+    inputs = {name: tensor.to(where) for name, tensor in inputs.items()}
     need = losses.counted(work.loss, inputs, work.settings)
     with torch.set_grad_enabled(train and bool(need.any())):
         hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state[real]
@@ -33,7 +37,7 @@ def forward(model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], 
     width = [d.targets.shape[1] for d in data for _ in d.tokens]
     if len(set(width)) > 1:
         keep = torch.arange(targets.shape[1])[None] < torch.tensor(width)[:, None]
-        return value, logprobs.detach()[keep]
+        return value, logprobs.detach()[keep.to(where)]
     return value, logprobs
 
 

@@ -76,6 +76,14 @@ def read_weights(model_dir: str, arch: Architecture, views: Mapping[str, Tensor]
             raise BadInput(f"cannot read {file} of {model_dir}: {error}", "Save the model again") from error
 
 
+def move_buffers(model: PreTrainedModel, where: torch.device) -> None:
+    """What a model has beside its parameters, computed on the CPU as transformers does, to where its layers run."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(where)
+
+
 def backbone(model: PreTrainedModel) -> nn.Module:
     """The part that turns tokens into hidden states."""
     return getattr(model, model.base_model_prefix)

@@ -68,7 +68,7 @@ class Residence:
         if spec.kind == "lora":
             parts = layout.staged(home.arch, home.base_specs, "frozen")
             frozen = manifest(parts)
-            self._base = ResidentState(frozen, place, None, slices(frozen, home.base()), at=home.model_at)
+            self._base = home.resident(frozen, place, None, slices(frozen, home.base()), home.model_at)
             self._base.load(seat=home.seat)
             bind(home.model, {name: t for views in frozen.views(place).values() for name, t in views.items()})
             self._adapters = Adapters(home.model, home.arch)
@@ -115,7 +115,7 @@ class Residence:
             plan, place = manifest(layout.state_buckets(home.adapter_specs(shape))), home.slot(0)
         check_size(f"deployment {deployment!r}", slab, plan.size)
         memory = home.arena.view(slab)
-        state = ResidentState(plan, place, memory, at=home.model_at if shape is None else home.slot_at(0))
+        state = home.resident(plan, place, memory, at=home.model_at if shape is None else home.slot_at(0))
         made = Deployment(shape, state, memory, slab)
         if adopt:
             made.adopt()

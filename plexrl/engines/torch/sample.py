@@ -211,26 +211,28 @@ class Sampler:
         request = sequence.request
         self._versions.tally = tally = Tally()
         self._versions.wire(request.version)
-        prefix, prompt = torch.from_numpy(sequence.prefix), torch.from_numpy(request.prompt)
+        where = self._home.where
+        prefix, prompt = torch.from_numpy(sequence.prefix).to(where), torch.from_numpy(request.prompt).to(where)
         cache = Prompt(self._table, sequence.row)
         hidden = self._backbone(
             input_ids=prefix[None],
-            position_ids=torch.arange(len(prefix))[None],
+            position_ids=torch.arange(len(prefix), device=where)[None],
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[0, : len(prompt)]
         sequence.cached = len(prefix)
+        hidden[-1, 0].item()  # what a GPU was only asked for is done: it is measured
         self._meter.read(len(prefix), time.perf_counter() - begin - tally.moved.seconds)
         asked, model_head = request.asked, head(self._home.model)
         if request.first is None:
             request.first = model_head(hidden[-1:])[0].float()
             if asked.prompt_logprobs:
                 found = token_logprobs(hidden[:-1], model_head, prompt[1:, None], None)[:, 0]
-                request.prompt_logprobs = np.concatenate(([np.nan], found.numpy()))
+                request.prompt_logprobs = np.concatenate(([np.nan], found.cpu().numpy()))
             if asked.topk_prompt:
                 for rows in hidden[:-1].split(CHUNK):
                     values, ids = torch.log_softmax(model_head(rows).float(), -1).topk(asked.topk_prompt)
-                    request.prompt_top.extend(zip(ids.numpy(), values.numpy(), strict=True))
+                    request.prompt_top.extend(zip(ids.cpu().numpy(), values.cpu().numpy(), strict=True))
         request.cpu_ns += time.process_time_ns() - start
         request.tally.add(tally.moved)
 
@@ -241,7 +243,7 @@ class Sampler:
         self._versions.wire(version)
         cache = Rows(self._table, sequences, self._home.dtype)
         hidden = self._backbone(
-            input_ids=torch.tensor([s.tokens[-1] for s in sequences])[:, None],
+            input_ids=torch.tensor([s.tokens[-1] for s in sequences], device=self._home.where)[:, None],
             attention_mask=cache.mask,
             position_ids=cache.positions,
             past_key_values=cache,

@@ -40,6 +40,7 @@ class Trainer:
         self._gang = Gang(spec.rank, spec.world, spec.rendezvous, spec.interface)
         self._home = home = Home(spec, device, arena, seat)
         self._gang.barrier()  # the rank that fills the base has done so
+        self._gang.use(home.where)
         self._residence = Residence(spec, home)
         self._deployments = self._residence.deployments
 

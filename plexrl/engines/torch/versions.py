@@ -41,7 +41,7 @@ class Versions:
         self._plan = manifest(layout.staged(home.arch, home.base_specs, "weights"))
         self._stages_of = tuple(bucket.name for bucket in self._plan.buckets)
         place = home.model_place()
-        self._state = ResidentState(self._plan, place, None, slices(self._plan, self._base), at=home.model_at)
+        self._state = home.resident(self._plan, place, None, slices(self._plan, self._base), home.model_at)
         self.built = self._state.load(seat=home.seat)
         bind(home.model, {name: t for views in self._plan.views(place).values() for name, t in views.items()})
         self._stages = Stages(home.model, home.arch, self._bring)
@@ -70,7 +70,7 @@ class Versions:
             return
         plan = manifest({"weights": self._home.adapter_specs(shape)})
         check_size(f"version {version!r}", slab, plan.size)
-        state = ResidentState(plan, self._home.slot(0), None, {"weights": source})
+        state = self._home.resident(plan, self._home.slot(0), None, {"weights": source})
         self._known[version] = _Version(source, shape, state, slab)
 
     def detach(self, version: str, on_device: bool) -> None:
