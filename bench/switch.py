@@ -24,9 +24,9 @@ from plexrl.memory.transfer import ENVIRON
 from plexrl.types import DoesNotFit, PlexrlError
 
 GIB = 1 << 30
-ROWS = ((GIB, 30), (GIB, 300), (GIB, 3000), (4 * GIB, 300), (4 * GIB, 3000), (8 * GIB, 3000))
+ROWS = ((GIB, 30), (GIB, 300), (GIB, 3000), (4 * GIB, 300), (8 * GIB, 3000))
 """(bytes, tensors)."""
-REPEATS = 7
+REPEATS = 5
 SWITCHES = 1000
 SOAK_BYTES = 8 << 20
 PROCESSES_BYTES = GIB

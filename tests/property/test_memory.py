@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from plexrl.memory.resident import CLEAN, DIRTY, ZERO, ResidentState
 from plexrl.types import DoesNotFit, Extent, Residency
 
 SEEDS = int(os.environ.get("PLEXRL_SEEDS", "1"))
+pytestmark = pytest.mark.timeout(120 * SEEDS)
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 buckets = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), max_size=4).map(

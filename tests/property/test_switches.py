@@ -3,6 +3,7 @@
 import os
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from plexrl.types import Extent, Residency
 from tests.property.interleave import Judge, Killed, LinkDown, Rank, Stage, SteppedMover, SteppedSeat
 
 SEEDS = int(os.environ.get("PLEXRL_SEEDS", "1"))
+pytestmark = pytest.mark.timeout(120 * SEEDS)
 
 MAY_FOLLOW = {
     Residency.HOST: {Residency.LOADING, Residency.SPILLING},
