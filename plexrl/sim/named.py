@@ -33,9 +33,9 @@ POLICIES = {
     ),
     "plexrl": Policy(
         placement="spread_backfill",
-        order="fair",
-        quantum_us=60_000_000,
+        order="hrrs",
+        quantum_us=180_000_000,
         admission_patience_us=7_200_000_000,
-        max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 2.0, JobClass.SCAVENGER: inf},
+        max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 1.2, JobClass.SCAVENGER: inf},
     ),
 }
