@@ -31,7 +31,7 @@ class Ends(Grants):
         best = NORMAL
         if line.ranks[0] or turn.rank == SCAVENGER or line.ranks[SCAVENGER]:
             ranks = (w.rank for gpu in turn.gpus for w in line.on[gpu].values() if self._may_begin(w, turn.rank))
-            best = min(ranks, default=SCAVENGER)
+            best = min((*ranks, *(peer.rank for peer in joint)), default=SCAVENGER)
         owed = False
         if turn.limit_us is not None:
             reserved = {id(w): w for gpu in turn.gpus if (w := line.reserved.get(gpu)) is not None}
