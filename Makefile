@@ -36,12 +36,16 @@ test: setup $(MODEL)/config.json ## all tests, the quick ones first; what needs 
 	@if $(BIN)/python scripts/system_packages.py; then $(MAKE) --no-print-directory -C slurm_plugin; fi
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: setup ## what takes too long for `make test`: all property tests on other examples, the scheduler under ten seeds
+soak: setup ## what takes too long for `make test`: property tests on other examples, ten seeds, a thousand switches
 	PLEXRL_SEEDS=10 $(BIN)/python -m pytest tests/property tests/unit/scheduler $(ARGS)
+	$(BIN)/python -m bench.switch --device cpu --soak
 
 bench: setup $(MODEL)/config.json ## every figure that the docs quote
 	$(BIN)/python -m bench.call --json
 	$(BIN)/python -m bench.switch --device cpu --json
+	$(BIN)/python -m bench.crossing --json
+	$(BIN)/python -m bench.nvme --json
+	$(BIN)/python -m bench.residency --json
 	$(BIN)/python -m bench.solo --json
 	$(BIN)/python -m bench.scheduler --json
 	$(BIN)/python -m bench.ablation --json
