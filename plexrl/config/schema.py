@@ -104,12 +104,14 @@ class Model(Section):
 
 
 class Device(Section):
-    """The pool's GPUs. bytes: memory of each. cores (kind cpu): node name -> core of each GPU index.
+    """The pool's GPUs. bytes: memory of each. cores: node name -> core of each GPU index, on which its ranks run.
 
+    kind cpu: a pretend GPU is one core and a piece of host memory. cuda: NVIDIA GPUs; then bytes leaves room for what
+    is in no extent (docs/switching.md), and ranks use all cores unless `cores` gives one.
     roles: node name -> what may be placed on each GPU index; GPUs that are not named take everything.
     """
 
-    kind: Literal["cpu"] = "cpu"
+    kind: Literal["cpu", "cuda"] = "cpu"
     bytes: Bytes = 3 * 2**30
     cores: dict[str, tuple[Annotated[int, Strict(), Field(ge=0)], ...]] = {}
     roles: dict[str, tuple[Literal["train", "sample", "any"], ...]] = {}
@@ -121,10 +123,12 @@ class Device(Section):
                 raise ValueError(f"node {node!r} gives one core to two GPUs; every GPU of a node needs its own core")
         return self
 
-    def core(self, node: str, index: int) -> int:
-        """The core that GPU `index` of `node` is pinned to; its own index unless `cores` says otherwise."""
+    def core(self, node: str, index: int) -> int | None:
+        """The core of GPU `index` of `node`: what `cores` says; else the index of a pretend GPU, None of a real one."""
         cores = self.cores.get(node)
-        return cores[index] if cores and index < len(cores) else index
+        if cores and index < len(cores):
+            return cores[index]
+        return index if self.kind == "cpu" else None
 
 
 class Host(Section):

@@ -16,6 +16,7 @@ import msgspec
 
 from plexrl.config import PoolConfig
 from plexrl.memory.nvme import Damaged
+from plexrl.pool import gpus as real
 from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
 from plexrl.pool.intervals import IntervalLog
@@ -51,6 +52,7 @@ class Agent:
         self._gpus = tuple(f"{node}:{i}" for i in range(gpus))
         self._layout = Layout(config.state_dir)
         self._layout.make()
+        self._names = real.names(os.environ, gpus) if config.device.kind == "cuda" else ("",) * gpus
         self._memory = NodeMemory(config, node, gpus)
         self._birth = secrets.token_hex(6)
         self._children: dict[tuple[str, int], Child] = {}
@@ -191,7 +193,8 @@ class Agent:
         return engine, ready, filler != order.gang
 
     async def _start(self, order: m.Spawn, seat: int, engine: dict, ready: Slab | None, waits: bool) -> int:
-        device_fd, arena_fd, lifeline_fd, gate_fd = rank_fds(4)
+        fds = (self._memory.arena_fd, self._lifeline_read, *self._memory.device_fds(order.gpu))
+        arena_fd, lifeline_fd, gate_fd, *device_fd = rank_fds(len(fds))
         settings = {
             "gang": order.gang,
             "build": order.build,
@@ -200,7 +203,8 @@ class Agent:
             "engine": engine,
             "ready": ready,
             "wait_for_base": waits,
-            "device_fd": device_fd,
+            "gpu": self._names[order.gpu],
+            "device_fd": next(iter(device_fd), -1),
             "arena_fd": arena_fd,
             "arena_bytes": self._config.host.bytes,
             "lifeline_fd": lifeline_fd,
@@ -210,8 +214,6 @@ class Agent:
             "keys": str(self._layout.keys),
             "paranoid": self._config.scheduler.paranoid,
         }
-        device, gate = self._memory.device_fds(order.gpu)
-        fds = (device, self._memory.arena_fd, self._lifeline_read, gate)
         with self._log_path(order.gang, order.rank).open("ab") as output:
             return await self._nursery.bear(
                 msgspec.msgpack.encode(settings), self._memory.core(order.gpu), output.fileno(), fds

@@ -18,7 +18,7 @@ import uvloop
 from plexrl.engines.protocol import Undone
 from plexrl.pool import messages as m
 from plexrl.pool.harden import harden
-from plexrl.types import Extent, Moved, PlexrlError, Role, Slab
+from plexrl.types import Moved, PlexrlError, Role, Slab
 
 log = logging.getLogger("plexrl.enginehost")
 _FILL_S = 600.0
@@ -28,7 +28,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent tells a new rank.
 
     ready: the slab of the base's ready mark. wait_for_base: another gang fills it. first_on_node: lowest rank there.
-    gate_seat: its own, at the gate of its GPU.
+    gate_seat: its own, at the gate of its GPU. gpu: CUDA's name of that one; of a pretend GPU empty, and device_fd its
+    memory.
     """
 
     gang: str
@@ -38,6 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     engine: dict[str, object]
     ready: Slab | None
     wait_for_base: bool
+    gpu: str
     device_fd: int
     arena_fd: int
     arena_bytes: int
@@ -76,31 +78,13 @@ def _end_with(lifeline: int) -> None:
 
 def _build(settings: Settings):
     """The leader's host, or the follower's loop."""
-    from plexrl.engines.protocol import EngineSpec, build
-    from plexrl.memory.arena import ArenaMap
-    from plexrl.memory.device import CpuDevice
-    from plexrl.memory.gate import Gate
+    from plexrl.engines.protocol import EngineSpec
     from plexrl.pool.lockstep import Lockstep
     from plexrl.pool.samplehost import SampleHost
     from plexrl.pool.trainhost import TrainHost, TrainRank, follow
 
     spec = msgspec.convert(settings.engine, EngineSpec)
-    arena = device = seat = mark = None
-    if spec.engine != "noop":
-        import torch
-
-        torch.set_num_threads(1)
-        arena = ArenaMap(settings.arena_fd, settings.arena_bytes)
-        device = CpuDevice(settings.device_fd, spec.device_bytes, settings.paranoid)
-        seat = Gate(settings.gate_fd).seat(
-            settings.gate_seat, settings.gang, Extent(spec.extent_offset, spec.extent_size)
-        )
-        mark = arena.view(settings.ready) if settings.ready else None
-        if mark is not None and settings.wait_for_base:
-            _wait_filled(mark)
-    engine = build(spec, device, arena, seat)
-    if mark is not None:
-        mark[0] = 1
+    engine = _engine(settings, spec)
     if spec.role is Role.SAMPLE:
         return SampleHost(engine, settings.node), None
     rank = TrainRank(engine, spec.rank, settings.node, settings.first_on_node)
@@ -108,6 +92,26 @@ def _build(settings: Settings):
     if spec.rank == 0:
         return TrainHost(rank, lockstep), None
     return None, lambda: follow(rank, lockstep)
+
+
+def _engine(settings: Settings, spec):
+    from plexrl.engines.protocol import build
+
+    if spec.engine == "noop":
+        return build(spec, None, None)
+    import torch
+
+    from plexrl.pool import rankplace
+
+    torch.set_num_threads(1)
+    place = rankplace.take(settings, spec)
+    mark = place.arena.view(settings.ready) if settings.ready else None
+    if mark is not None and settings.wait_for_base:
+        _wait_filled(mark)
+    engine = build(spec, *place)
+    if mark is not None:
+        mark[0] = 1
+    return engine
 
 
 def _wait_filled(mark) -> None:

@@ -31,7 +31,8 @@ class NodeMemory:
         _check(config, node, gpus, reserved)
         self._config = config
         self._node = node
-        self._devices = [create_memfd(f"gpu{i}", config.device.bytes) for i in range(gpus)]
+        pretend = range(gpus) if config.device.kind == "cpu" else ()
+        self._devices = [create_memfd(f"gpu{i}", config.device.bytes) for i in pretend]
         self._gate_fds = [create_memfd(f"gate{i}", GATE_BYTES) for i in range(gpus)]
         self._gates = [Gate(fd) for fd in self._gate_fds]
         self._seats: set[tuple[int, int]] = set()
@@ -90,13 +91,14 @@ class NodeMemory:
 
     # -- GPUs ----------------------------------------------------------------------------------------------------------
 
-    def core(self, gpu: int) -> int:
-        """The core that a pretend GPU is."""
-        return self._config.device.core(self._node, gpu) % (os.cpu_count() or 1)
+    def core(self, gpu: int) -> int | None:
+        """The core that a GPU's ranks run on; None: any."""
+        core = self._config.device.core(self._node, gpu)
+        return None if core is None else core % (os.cpu_count() or 1)
 
-    def device_fds(self, gpu: int) -> tuple[int, int]:
-        """A GPU's memory, and its gate."""
-        return self._devices[gpu], self._gate_fds[gpu]
+    def device_fds(self, gpu: int) -> tuple[int, ...]:
+        """A GPU's gate, and the memory of a pretend one."""
+        return self._gate_fds[gpu], *self._devices[gpu : gpu + 1]
 
     def take_seat(self, gpu: int) -> int:
         """A free seat at a GPU's gate for a new rank. Raises DoesNotFit."""
@@ -113,13 +115,14 @@ class NodeMemory:
         self._seats.discard((gpu, seat))
 
     def _numa(self, gpu: int) -> int | None:
-        return None if gpu < 0 else numa.node_of_core(self.core(gpu))
+        core = None if gpu < 0 else self.core(gpu)
+        return None if core is None else numa.node_of_core(core)
 
 
 def _check(config: PoolConfig, node: str, gpus: int, reserved: bool) -> None:
     # Huge pages that were set aside are not among the memory that is free.
     arena = 0 if reserved else config.host.bytes
-    devices = gpus * config.device.bytes
+    devices = gpus * config.device.bytes if config.device.kind == "cpu" else 0
     room.require(
         devices + arena,
         f"node {node} with {gpus} GPUs of device.bytes {config.device.bytes} and host.bytes {config.host.bytes}",

@@ -31,11 +31,14 @@ _NICE = 10
 
 
 class Birth(Struct, frozen=True, tag=True):
-    """Order: fork a rank. core: the CPU it is pinned to. Descriptors travel beside it: log, then the rank's own."""
+    """Order: fork a rank. core: the CPU it is pinned to; None: any.
+
+    Descriptors travel beside it: log, then the rank's own.
+    """
 
     number: int
     settings: bytes
-    core: int
+    core: int | None
     fds: int
 
 
@@ -77,7 +80,7 @@ class Nursery:
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
-    async def bear(self, settings: bytes, core: int, log: int, fds: Sequence[int]) -> int:
+    async def bear(self, settings: bytes, core: int | None, log: int, fds: Sequence[int]) -> int:
         """Fork a rank; its pid. Raises OSError. In it the given descriptors have the numbers of `rank_fds(n)`."""
         self._count += 1
         future = self._waiting[self._count] = asyncio.get_running_loop().create_future()
@@ -120,13 +123,17 @@ def rank_fds(count: int) -> list[int]:
 
 def _environment() -> dict[str, str]:
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
-    return {k: os.environ[k] for k in keep if k in os.environ} | {
+    # What a site says of its network, and where its MPS daemons listen.
+    site = ("NCCL_", "CUDA_MPS_")
+    return {k: v for k, v in os.environ.items() if k in keep or k.startswith(site)} | {
         **ENVIRON,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # A driver that was spoken to does not survive a fork: here nobody sees a GPU, and who asks is answered by NVML.
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
 
 
@@ -193,7 +200,8 @@ def _live(order: Birth, descriptors: list[int]) -> NoReturn:
         os.setsid()
         os.nice(_NICE)
         _nice_session()
-        os.sched_setaffinity(0, {order.core})
+        if order.core is not None:
+            os.sched_setaffinity(0, {order.core})
         # First above every target, so that none is overwritten before it has moved.
         high = [os.dup2(fd, 100 + i) for i, fd in enumerate(descriptors)]
         os.closerange(3, 100)

@@ -169,3 +169,19 @@ def test_incomplete_model_folder_is_named_file_by_file(write, folder):
 def test_noop_needs_no_model_files(write, folder):
     (folder / "config.json").unlink()
     assert load(write(SMALLEST + "    engine: noop\n")).models["tiny"].engine == "noop"
+
+
+def test_real_gpus(write):
+    config = load(write(SMALLEST + "device: {kind: cuda, bytes: 70GiB, cores: {n2: [7]}}\n"))
+    assert config.device.kind == "cuda"
+    # Ranks of a real GPU run where they like, unless the site says where.
+    assert (config.device.core("n1", 1), config.device.core("n2", 0)) == (None, 7)
+    assert load(write(SMALLEST)).device.kind == "cpu"
+
+
+def test_another_kind_of_device_is_refused_where_it_stands(write):
+    path = write(SMALLEST + "device:\n  bytes: 3GiB\n  kind: rocm\n")
+    with pytest.raises(BadInput) as refused:
+        load(path)
+    assert refused.value.what == f"{path}:7: device.kind: not a known value"
+    assert refused.value.mend == "Write 'cpu' or 'cuda'"

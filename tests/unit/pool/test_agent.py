@@ -13,6 +13,7 @@ from msgspec import structs
 from plexrl.config import Device, Host, Model, Nvme, PoolConfig
 from plexrl.pool import messages as m
 from plexrl.pool.agent import Agent
+from plexrl.pool.nodememory import NodeMemory
 from plexrl.types import DoesNotFit, Extent
 
 MIB = 1 << 20
@@ -145,3 +146,14 @@ def test_ranks_that_hardly_lived_leave_no_seat(run):
         assert agent._children == {} and seats == set() and agent._early == {}
 
     run(body)
+
+
+def test_the_memory_of_real_gpus_is_not_the_node_s(tmp_path):
+    pretend = NodeMemory(config(tmp_path), "n1", 2)
+    real = NodeMemory(config(tmp_path, device=Device(kind="cuda", bytes=1 << 50)), "n1", 2)
+    assert [len(pretend.device_fds(gpu)) for gpu in (0, 1)] == [2, 2]
+    assert [len(real.device_fds(gpu)) for gpu in (0, 1)] == [1, 1], "a gate and no memory"
+    assert (pretend.core(0), real.core(0)) == (0, None)
+    assert real.take_seat(1) == 0
+    pretend.close()
+    real.close()
