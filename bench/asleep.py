@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from bench.switch_cudarank import digest
+from bench.switch_serve import digest
 from plexrl.memory import fallback
 from plexrl.memory.fallback import Fallback
 from plexrl.types import PlexrlError, Unavailable

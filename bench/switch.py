@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from bench.switch_cuda import Peer
-from bench.switch_cudarank import rate
 from bench.switch_rank import layout
+from bench.switch_serve import rate
 from plexrl.memory.arena import Arena
 from plexrl.memory.gate import GATE_BYTES
 from plexrl.memory.pages import PAGE, align_up, create_memfd

@@ -8,8 +8,8 @@ import time
 import torch
 
 from bench import switch_rank
-from bench.switch_cudarank import PIECE, digest, rate, serve
 from bench.switch_rank import BUCKETS, layout
+from bench.switch_serve import PIECE, digest, rate, serve
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.cuda import CudaDevice, cuda_device
 from plexrl.memory.cuda_seat import BackedSeat

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.profiler import ProfilerActivity, profile
 
-from bench.switch_cudarank import serve
+from bench.switch_serve import serve
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import CpuDevice
 from plexrl.memory.gate import Gate

@@ -5,8 +5,8 @@ import sys
 
 import torch
 
-from bench.switch_cudarank import serve
 from bench.switch_gpurank import GpuRank
+from bench.switch_serve import serve
 from plexrl.memory import cuda_tensor
 from plexrl.memory.cuda import CudaDevice
 from tests.unit.memory.hostvmm import GRAIN, Card, HostVmm, LateMover

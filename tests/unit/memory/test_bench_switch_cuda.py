@@ -8,7 +8,7 @@ import torch
 
 from bench import switch_cuda
 from bench.switch_cuda import Peer, exchange, measure, table
-from bench.switch_cudarank import digest
+from bench.switch_serve import digest
 from plexrl.types import DoesNotFit, PlexrlError, Unavailable
 
 HOST = (sys.executable, "-m", "tests.unit.memory.hostrank")
