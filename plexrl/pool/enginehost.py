@@ -58,14 +58,14 @@ def serve(packed: bytes) -> int:
     harden()
     threading.Thread(target=_end_with, args=(settings.lifeline_fd,), daemon=True).start()
     try:
-        host, follower = _build(settings)
+        host, kept, follower = _build(settings)
     except PlexrlError as error:
         log.error("the engine was not built: %s", error)
         return 3
     if host is None:
         follower()
     else:
-        uvloop.run(_Leader(settings, host).serve())
+        uvloop.run(_Leader(settings, host, kept).serve())
     logging.shutdown()
     # The nursery ends us by _exit: torch's threads abort now and then in an ordinary one.
     return 0
@@ -77,28 +77,29 @@ def _end_with(lifeline: int) -> None:
 
 
 def _build(settings: Settings):
-    """The leader's host, or the follower's loop."""
+    """The leader's host and what the gang's processes keep of their devices, or the follower's loop."""
     from plexrl.engines.protocol import EngineSpec
     from plexrl.pool.lockstep import Lockstep
     from plexrl.pool.samplehost import SampleHost
     from plexrl.pool.trainhost import TrainHost, TrainRank, follow
 
     spec = msgspec.convert(settings.engine, EngineSpec)
-    engine = _engine(settings, spec)
+    engine, kept = _engine(settings, spec)
     if spec.role is Role.SAMPLE:
-        return SampleHost(engine, settings.node), None
+        return SampleHost(engine, settings.node), kept, None
     rank = TrainRank(engine, spec.rank, settings.node, settings.first_on_node)
     lockstep = Lockstep(spec.rank, spec.world, f"{spec.rendezvous}.steps", spec.interface)
+    told = lockstep.collect(kept.to_bytes(8, "little"))
     if spec.rank == 0:
-        return TrainHost(rank, lockstep), None
-    return None, lambda: follow(rank, lockstep)
+        return TrainHost(rank, lockstep), max(int.from_bytes(each, "little") for each in told), None
+    return None, 0, lambda: follow(rank, lockstep)
 
 
 def _engine(settings: Settings, spec):
     from plexrl.engines.protocol import build
 
     if spec.engine == "noop":
-        return build(spec, None, None)
+        return build(spec, None, None), 0
     import torch
 
     from plexrl.pool import rankplace
@@ -111,7 +112,7 @@ def _engine(settings: Settings, spec):
     engine = build(spec, *place)
     if mark is not None:
         mark[0] = 1
-    return engine
+    return engine, rankplace.kept(place, spec)
 
 
 def _wait_filled(mark) -> None:
@@ -125,11 +126,12 @@ def _wait_filled(mark) -> None:
 class _Leader:
     """Serves the head: messages between two steps, steps while there is work."""
 
-    def __init__(self, settings: Settings, host):
+    def __init__(self, settings: Settings, host, kept: int):
         from plexrl.pool.peer import HeadLink, Replies
 
         self._settings = settings
         self._host = host
+        self._kept = kept
         self._resident = True
         self._wake = asyncio.Event()
         self._exit = False
@@ -165,6 +167,7 @@ class _Leader:
             outcomes=tuple(self._host.outcomes.values()),
             queue=self._host.held(),
             device_bytes=int(self._settings.engine["extent_size"]),
+            kept=self._kept,
         )
 
     def _report(self, outcomes: list[m.Outcome]) -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 
 from plexrl.pool import messages as m
 from plexrl.pool.book import Group
 from plexrl.pool.core import Core
 from plexrl.pool.links import OrderFailed
-from plexrl.pool.needs import group_sizes
+from plexrl.pool.needs import beside_extent, group_sizes
 from plexrl.pool.slabs import Slabs
 from plexrl.types import Gang, PlexrlError, Role, Unavailable, records
 
@@ -28,7 +29,12 @@ def nodes_of(gang: Gang) -> tuple[str, ...]:
 
 
 class Gangs:
-    """hosts: what the leaders that are there said at their hello. attached: versions that each gang knows."""
+    """hosts: what the leaders that are there said at their hello. attached: versions that each gang knows.
+
+    on_kept(group, bytes): called with what a process of it was seen to keep of its device.
+    """
+
+    on_kept: Callable[[str, int], None] = staticmethod(lambda group, size: None)
 
     def __init__(self, core: Core, slabs: Slabs):
         self._core = core
@@ -93,6 +99,7 @@ class Gangs:
         core = self._core
         config = core.config.models[placed.base]
         sizes = group_sizes(config, placed.spec.role, placed.kind)
+        beside = beside_extent(core.config.device.kind, sizes, placed.spec.residual_bytes)
         gpu, extent = gang.gpus[rank], gang.extents[rank]
         model = core.book.models.get(placed.model)
         return m.Spawn(
@@ -112,7 +119,7 @@ class Gangs:
                 "rendezvous": rendezvous if len(gang.gpus) > 1 else "",
                 "interface": core.config.interface,
                 "extent_offset": extent.offset,
-                "extent_size": extent.size,
+                "extent_size": extent.size - beside,
                 "device_bytes": core.config.device.bytes,
                 "lora_slots": config.lora.slots,
                 "lora_max_rank": config.lora.max_rank,
@@ -133,11 +140,17 @@ class Gangs:
         if group is None or group.ended or self._builds.setdefault(hello.gang, hello.build) != hello.build:
             return False
         self.hosts[hello.gang] = hello
+        self.keeps(hello.gang, hello.kept)
         self.attached.setdefault(hello.gang, set()).update(hello.versions)
         future = self._built.get(hello.gang)
         if future is not None and not future.done():
             future.set_result(None)
         return True
+
+    def keeps(self, gang_id: str, size: int) -> None:
+        """A process of the gang keeps so many bytes of its device, whoever is on it."""
+        if size:
+            self.on_kept(gang_id.rpartition("/")[0], size)
 
     def ours(self, gang_id: str, build: str) -> bool:
         """Whether this is the life of the gang that counts."""

@@ -10,7 +10,7 @@ from msgspec import structs
 from plexrl.pool.book import Group, Model
 from plexrl.pool.core import Core
 from plexrl.pool.gangs import Gangs, nodes_of
-from plexrl.pool.needs import group_sizes, host_bytes
+from plexrl.pool.needs import beside_extent, group_sizes, host_bytes
 from plexrl.pool.profiles import Profiles
 from plexrl.pool.slabs import Slabs
 from plexrl.pool.snapshots import Snapshots
@@ -41,6 +41,7 @@ class Groups:
         self.asked: dict[str, Asked] = {}
         self.slabs = Slabs(core)
         self.gangs = Gangs(core, self.slabs)
+        self.gangs.on_kept = profiles.kept
         self.states = States(core, self.gangs, self.slabs)
         self.tiers = Tiers(core, self.gangs, self.slabs, self.states)
         self.snapshots = Snapshots(core, self.gangs, self.slabs)
@@ -143,15 +144,18 @@ class Groups:
 
     def _spec(self, base: str, role: Role, kind: str, owner: str, group: str) -> GroupSpec:
         config = self._core.config.models[base]
+        key = self._profiles.key(base, role, kind, owner)
+        sizes, residual = group_sizes(config, role, kind), self._profiles.residual(key)
         return GroupSpec(
             group=group,
             role=role,
             owner=owner,
             gang_size=config.train.gpus if role is Role.TRAIN else 1,
             replicas=1 if role is Role.TRAIN else config.sample.replicas,
-            device_bytes=group_sizes(config, role, kind).device_bytes,
+            device_bytes=sizes.device_bytes + beside_extent(self._core.config.device.kind, sizes, residual),
             host_bytes=host_bytes(config, role, kind),
-            duty=self._profiles.duty(self._profiles.key(base, role, kind, owner)),
+            residual_bytes=residual,
+            duty=self._profiles.duty(key),
         )
 
     def gangs_of(self, group: str) -> tuple[Gang, ...]:

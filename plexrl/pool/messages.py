@@ -167,7 +167,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class HostHello(Message):
-    """A gang's leader. build: which life of the gang. queue: calls it holds that have not ended."""
+    """A gang's leader. build: which life of the gang. queue: calls it holds that have not ended.
+
+    kept: device bytes that its ranks' processes held beside their extents when they were built, the most of one.
+    """
 
     gang: str
     build: str
@@ -177,6 +180,7 @@ class HostHello(Message):
     outcomes: tuple[Outcome, ...]
     queue: tuple[str, ...]
     device_bytes: int
+    kept: int = 0
 
 
 class Ended(Message):

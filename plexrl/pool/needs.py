@@ -2,6 +2,7 @@
 
 from plexrl.config.schema import Model
 from plexrl.engines import noop, sizing
+from plexrl.memory.pages import align_up
 from plexrl.types import Role, records
 
 
@@ -19,6 +20,14 @@ def group_sizes(config: Model, role: Role, kind: str) -> sizing.Sizes:
         config.sample.kv_bytes,
         config.micro_batch_tokens,
     )
+
+
+def beside_extent(kind: str, sizes: sizing.Sizes, residual: int) -> int:
+    """Bytes of a GPU that a group takes beside its extent while it is there, a multiple of 64. kind: of the device.
+
+    What its processes keep at all times and, while it runs, activations: on cpu devices these are the node's memory.
+    """
+    return 0 if kind == "cpu" else align_up(sizes.workspace) + residual
 
 
 def host_bytes(config: Model, role: Role, kind: str) -> int:

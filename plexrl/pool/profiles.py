@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, structs
 
+from plexrl.memory.pages import align_up
 from plexrl.pool.core import Core
 from plexrl.scheduler import Scheduler
 from plexrl.scheduler.bandwidth import Link
@@ -17,6 +18,10 @@ from plexrl.types import GroupSpec, Role, records
 log = logging.getLogger("plexrl.head")
 EVERYBODY = "*"
 _MEMORY = 100  # steps that an old profile weighs at most beside a new one (ours)
+# Residual bytes of a process on a GPU, all ours: what is promised for a first group of its kind, and what is promised
+# beside what the last ones were seen to keep. Libraries load kernels and make workspaces on first use, after a build.
+_FIRST_RESIDUAL = 2 << 30
+_RESIDUAL_MARGIN, _RESIDUAL_PART = 256 << 20, 4
 
 
 class Key(Struct, frozen=True):
@@ -51,11 +56,17 @@ class _Line(Struct, frozen=True):
     profile: Profile
 
 
+class _Residual(Struct, frozen=True):
+    key: Key
+    bytes: int
+
+
 class _Kept(Struct, frozen=True):
-    """The file. links: by node."""
+    """The file. links: by node. residuals: the most that a sleeping process of such a group was seen to keep."""
 
     groups: list[_Line] = []
     links: dict[str, Link] = {}
+    residuals: list[_Residual] = []
 
 
 def path_of(state_dir: str | Path) -> Path:
@@ -83,6 +94,7 @@ class Profiles:
         kept = read(self._path)
         self._kept = {line.key: line.profile for line in kept.groups}
         self._links = kept.links
+        self._residuals = {line.key: line.bytes for line in kept.residuals}
 
     def teach(self, scheduler: Scheduler) -> None:
         """Tell a new scheduler what was known of the nodes' links when the last pool ended."""
@@ -93,6 +105,26 @@ class Profiles:
         """The duty to expect of a new group; None when nothing of its kind was seen."""
         found = self._kept.get(key)
         return found.duty if found else None
+
+    def residual(self, key: Key) -> int:
+        """Residual bytes to promise of a new group, a multiple of 64: what was seen of its kind, and a margin.
+
+        0 on cpu devices, where nothing stays.
+        """
+        if self._core.config.device.kind == "cpu":
+            return 0
+        seen = self._residuals.get(key)
+        return _FIRST_RESIDUAL if seen is None else align_up(seen + seen // _RESIDUAL_PART + _RESIDUAL_MARGIN)
+
+    def kept(self, group: str, size: int) -> None:
+        """A process of this group was seen to keep so many bytes of its device beside its extent, or asleep."""
+        placed = self._core.book.groups[group].placed
+        key = self._key(placed)
+        if size > self._residuals.get(key, 0):
+            self._residuals[key] = size
+        if size > placed.spec.residual_bytes:
+            promised = placed.spec.residual_bytes
+            log.warning("a process of %s keeps %d bytes of its device, and %d were promised", group, size, promised)
 
     def key(self, base: str, role: Role, kind: str, owner: str) -> Key:
         """The key of a group of this job's."""
@@ -122,9 +154,10 @@ class Profiles:
         scheduler = self._core.scheduler
         links = scheduler.bandwidth.links
         scheduler.floor.set_paces(scheduler.bandwidth.bands())
-        if not found and not links:
+        if not found and not links and not self._residuals:
             return
-        kept = _Kept([_Line(key, profile) for key, profile in found.items()], links)
+        residuals = [_Residual(key, size) for key, size in self._residuals.items()]
+        kept = _Kept([_Line(key, profile) for key, profile in found.items()], links, residuals)
         temporary = self._core.layout.run / f".profiles.{os.getpid()}"
         temporary.write_bytes(msgspec.json.encode(kept))
         os.replace(temporary, self._path)

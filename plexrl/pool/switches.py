@@ -164,6 +164,7 @@ class Switches:
         """What a gang's processes keep on a GPU when they sleep was promised when it was placed. Raises PlexrlError."""
         promised = self._gangs.find(gang_id)[0].placed.spec.residual_bytes
         for gpu, part in moved.items():
+            self._gangs.keeps(gang_id, part.residual_bytes)
             if part.residual_bytes > promised:
                 raise PlexrlError(
                     f"its processes keep {part.residual_bytes} bytes of {gpu} now that it sleeps, and {promised} were "

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from plexrl.config import PoolConfig
 from plexrl.pool.book import Book
+from plexrl.pool.groups import Groups
 from plexrl.pool.layout import Layout
 from plexrl.pool.profiles import EVERYBODY, Profiles, read
 from plexrl.pool.rules import scheduler_of
-from plexrl.types import Call, CallKind, GroupSpec, Moved, Role, records
+from plexrl.types import Call, CallKind, DoesNotFit, GroupSpec, Moved, Role, records
 
 S = 1_000_000
 
@@ -20,10 +22,15 @@ S = 1_000_000
 class Pool:
     """A book and a scheduler in which one trainer works."""
 
-    def __init__(self, root: Path, placement: str = "pack"):
+    def __init__(self, root: Path, placement: str = "pack", device: str = "cpu"):
         models = {"none": {"path": str(root), "engine": "noop"}}
         self.config = PoolConfig.model_validate(
-            {"state_dir": str(root / "state"), "models": models, "scheduler": {"placement": placement}}
+            {
+                "state_dir": str(root / "state"),
+                "models": models,
+                "scheduler": {"placement": placement},
+                "device": {"kind": device, "bytes": 8 << 30},
+            }
         )
         self.layout = Layout(self.config.state_dir)
         self.layout.make()
@@ -31,8 +38,10 @@ class Pool:
         self.book.apply(records.JobAttached(now_us=1, job="7.0", slurm_job=7, uid=5, user="ann", account="a"))
         self.scheduler = scheduler_of(self.config, ["n:0"])
         self.scheduler.start(0)
-        self.profiles = Profiles(SimpleNamespace(config=self.config, layout=self.layout, book=self.book,
-                                                 scheduler=self.scheduler))  # fmt: skip
+        self.core = SimpleNamespace(
+            config=self.config, layout=self.layout, book=self.book, scheduler=self.scheduler, now_us=lambda: 1
+        )
+        self.profiles = Profiles(self.core)
 
     def place(self, kind: str = "full", group: str = "g") -> None:
         key = self.profiles.key("none", Role.TRAIN, kind, "7.0")
@@ -137,3 +146,46 @@ def test_links_outlive_a_pool_and_the_faster_node_is_taken_among_equals(tmp_path
 
 def links_kept(root: Path) -> dict:
     return msgspec.json.decode((root / "state" / "profiles.json").read_bytes())["links"]
+
+
+def spawned(pool: Pool, spec: GroupSpec) -> dict[str, object]:
+    """What the first rank of a group is told."""
+    placement = pool.scheduler.place(0, spec)
+    placed = records.GroupPlaced(now_us=1, spec=spec, placement=placement, base="none", kind="lora", model="m")
+    pool.book.apply(placed)
+    return Groups(pool.core, pool.profiles).gangs._spawn(placed, placement.gangs[0], 0, "b", "").engine
+
+
+def test_what_processes_keep_of_a_real_gpu_is_promised_to_the_next(tmp_path):
+    first = Pool(tmp_path, device="cuda")
+    groups = Groups(first.core, first.profiles)
+    spec = groups._spec("none", Role.TRAIN, "lora", "7.0", "g")
+    assert spec.residual_bytes == 2 << 30 and spec.device_bytes == 64 + (2 << 30), "nothing was seen yet"
+    assert spawned(first, spec)["extent_size"] == 64, "the engine's place does not grow by it"
+    groups.gangs.keeps("g/0", 0)
+    assert groups._spec("none", Role.TRAIN, "lora", "7.0", "h").residual_bytes == 2 << 30
+    for seen in (400 << 20, 300 << 20):
+        groups.gangs.keeps("g/0", seen)
+    first.profiles.save()
+
+    second = Pool(tmp_path, device="cuda")
+    spec = Groups(second.core, second.profiles)._spec("none", Role.TRAIN, "lora", "7.0", "g")
+    assert spec.residual_bytes == (400 + 100 + 256) << 20 and spec.device_bytes == 64 + spec.residual_bytes
+    # 8 GiB have room for what ten of them keep asleep, whoever is there, and not for what eleven do.
+    lighter = structs.replace(spec, duty=0.01)
+    for number in range(10):
+        second.scheduler.place(0, structs.replace(lighter, group=f"g{number}"))
+    with pytest.raises(DoesNotFit):
+        second.scheduler.place(0, structs.replace(lighter, group="g10"))
+    second.scheduler.place(0, structs.replace(lighter, group="g10", residual_bytes=0, device_bytes=64))
+
+
+def test_on_pretend_gpus_nothing_is_promised_whatever_was_seen_on_real_ones(tmp_path):
+    first = Pool(tmp_path, device="cuda")
+    groups = Groups(first.core, first.profiles)
+    spawned(first, groups._spec("none", Role.TRAIN, "lora", "7.0", "g"))
+    groups.gangs.keeps("g/0", 400 << 20)
+    first.profiles.save()
+    second = Pool(tmp_path)
+    spec = Groups(second.core, second.profiles)._spec("none", Role.TRAIN, "lora", "7.0", "g")
+    assert (spec.residual_bytes, spec.device_bytes, spawned(second, spec)["extent_size"]) == (0, 64, 64)

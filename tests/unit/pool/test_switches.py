@@ -29,6 +29,7 @@ class Hosts:
         self.killed: list[str] = []
         self.lives = {"a/0", "b/0"}
         self.residual = 0
+        self.kept: dict[str, int] = {}
         self.underway = 0
         self.most = 0
 
@@ -58,6 +59,9 @@ class Hosts:
     async def kill(self, gang: str) -> None:
         self.disown(gang)
         self.killed.append(gang)
+
+    def keeps(self, gang: str, size: int) -> None:
+        self.kept[gang] = size
 
     def disown(self, gang: str) -> bool:
         there = gang in self.lives
@@ -215,6 +219,7 @@ def test_a_promise_that_is_broken_loses_that_group_with_the_figures(pool):
     pool.hosts.residual = 4096
     assert pool.carry_out(pool.switch) == []
     assert list(pool.lost) == ["b/0"] and "4096 bytes of n:0" in pool.lost["b/0"]
+    assert pool.hosts.kept == {"b/0": 4096}, "the next one of its kind is promised what it needs"
     assert (pool.at("a/0"), pool.at("b/0")) == (Residency.DEVICE, Residency.LOST)
 
 
