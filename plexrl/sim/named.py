@@ -34,8 +34,7 @@ POLICIES = {
     "plexrl": Policy(
         placement="spread_backfill",
         order="hrrs",
-        quantum_us=180_000_000,
         admission_patience_us=7_200_000_000,
-        max_stretch={JobClass.INTERACTIVE: 1.2, JobClass.NORMAL: 1.2, JobClass.SCAVENGER: inf},
+        max_stretch={JobClass.INTERACTIVE: 1.1, JobClass.NORMAL: 1.1, JobClass.SCAVENGER: inf},
     ),
 }
