@@ -22,7 +22,7 @@ from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import CpuDevice
 from plexrl.memory.gate import Gate
 from plexrl.memory.manifest import Manifest, TensorSpec
-from plexrl.memory.resident import DIRTY, ZERO, ResidentState
+from plexrl.memory.resident import CLEAN, DIRTY, ZERO, ResidentState
 from plexrl.memory.transfer import CHUNK, Memcpy
 from plexrl.types import Extent, Slab
 
@@ -147,6 +147,12 @@ class Rank:
         """where: "device" or "host"."""
         there = self.region.buffer if where == "device" else self.slab
         return {"digest": xxhash.xxh3_64_hexdigest(there.numpy())}
+
+    def adopt(self) -> dict:
+        """The slab holds what the other rank left there: it is this one's state now."""
+        for bucket in BUCKETS:
+            self.state.mark(bucket, CLEAN)
+        return {}
 
     def plain(self) -> dict:
         """One memcpy of the whole size, slab to device, which both have the same bytes: on the device and clean."""

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench.switch import GIB, PROCESSES_BYTES, ROWS, main, measure, pair, soak
+from bench.switch import GIB, PROCESSES_BYTES, ROWS, main, measure, pair, soak, table
 from bench.switch_rank import BUCKETS, allocations, differing, layout
 from plexrl.types import DoesNotFit, Unavailable
 
@@ -44,6 +44,14 @@ def test_between_two_processes_nothing_is_allocated_and_nothing_moves_that_need_
     assert min(figures[key] for key in ("plain_copy_gbs", "offload_gbs", "load_gbs", "first_layer_ms")) > 0
     assert figures["naive_seconds"] > 0 and figures["ours_seconds"] > 0
     assert json.loads(json.dumps(figures)) == figures and lines
+
+
+def test_where_memory_is_short_one_state_goes_from_process_to_process():
+    figures = measure(4 << 20, 30, 3, lambda line: None, 1, chunk=1 << 18)
+    assert figures.keys() >= KEYS and figures["exchange_seconds"] is None
+    assert figures["hot_path_allocations"] == 0 and figures["clean_bytes_out"] == 0
+    assert figures["bytes_moved"] == figures["bytes_minimum"] == 6 << 20
+    assert "-" in table({"says": "", "rows": [figures], "refused": []})
 
 
 def test_two_hundred_switches_leave_nothing_behind():
