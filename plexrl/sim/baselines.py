@@ -34,6 +34,7 @@ _PHASES = Policy(
     anticipation_us=2 * GAP_US,
     gradient_anticipation_us=_NEVER_US,
     quantum_us=_NEVER_US,
+    sample_quantum_us=_NEVER_US,
     min_turn_factor=0.0,
     starvation_us=_NEVER_US,
     interactive_switches_per_hour=0,
