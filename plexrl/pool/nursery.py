@@ -142,7 +142,9 @@ def _environment() -> dict[str, str]:
 
 def main() -> int:
     """Import, then fork until the agent goes away. argv: descriptor of the socket, model folders."""
-    agent = socket.socket(fileno=int(sys.argv[1]))
+    # To a low number: select(2) takes none above 1023, and a rank closes what lies below 100.
+    agent = socket.socket(fileno=os.dup(int(sys.argv[1])))
+    os.close(int(sys.argv[1]))
     _prepare(sys.argv[2:])
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)

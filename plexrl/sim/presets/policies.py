@@ -18,7 +18,7 @@ from plexrl.sim.found import Found, Progress
 from plexrl.sim.metrics import figures, interval, lower_bound
 from plexrl.sim.named import POLICIES
 from plexrl.sim.page import pictures, section
-from plexrl.sim.presets.policies_jobs import FROZEN, OTHERS, SEED, Load, job, make, workload
+from plexrl.sim.presets.policies_jobs import FROZEN, OTHERS, SEED, SHAPES, Load, job, make, workload
 from plexrl.sim.result import Result
 from plexrl.sim.run import run
 from plexrl.sim.table import Column
@@ -116,9 +116,10 @@ def _row(load: Load, policy: str, values: Sequence[dict[str, float]]) -> dict:
 
 
 def _dense(work: _Work) -> list[dict]:
-    """Four jobs on the GPUs of one: how busy a GPU can be kept when that is asked for, whatever the stretch."""
+    """Four jobs on the GPUs of one's trainer: how busy they are when that is asked for, whatever the stretch."""
     jobs = [job(f"j{n}", "small", share=0.25, lag=0, minutes=60.0) for n in range(DENSE_JOBS)]
-    given = workload(f"{DENSE_JOBS} jobs, 8 GPUs", jobs, SEED, nodes=1)
+    gpus = SHAPES["small"].train_gpus
+    given = workload(f"{DENSE_JOBS} jobs, {gpus} GPUs", jobs, SEED, nodes=gpus // 8)
     work.tell(given.name)
     result = run(given, structs.replace(POLICIES[BEST], max_stretch=dict.fromkeys(JobClass, inf)), name=BEST)
     values = figures(result)

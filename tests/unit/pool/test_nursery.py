@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 
 import pytest
@@ -33,3 +34,25 @@ def test_births_and_ends_are_told(tmp_path):
         nursery.close()
 
     asyncio.run(main())
+
+
+def test_an_agent_with_more_than_a_thousand_descriptors_has_a_nursery_too(tmp_path):
+    async def main() -> None:
+        ends: list[tuple[int, int]] = []
+        nursery = Nursery([], lambda pid, code: ends.append((pid, code)), lambda: None)
+        with (tmp_path / "log").open("wb") as log:
+            await nursery.bear(b"\xc1", 0, log.fileno(), [log.fileno()])
+            async with asyncio.timeout(60):
+                while not ends:
+                    await asyncio.sleep(0.02)
+        nursery.close()
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        asyncio.run(main())
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

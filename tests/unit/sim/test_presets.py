@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from plexrl.sim.alone import alone
-from plexrl.sim.presets import paper
+from plexrl.sim.presets import paper, policies
 from plexrl.sim.presets import paper_parameters as fixed
 from plexrl.sim.presets.paper_jobs import job, pool_of_all, right_size, whole_gangs, workload
 from plexrl.sim.presets.per_step import Ends, Layout, saving, spent, stretch
@@ -99,3 +99,8 @@ def test_the_grid_saves_less_the_more_the_pool_is_used(monkeypatch):
 
 def test_the_calibrated_workload_is_frozen():
     assert make(FROZEN, SEED).digest() == DIGEST
+
+
+def test_four_jobs_on_the_gpus_of_one_keep_them_busy():
+    (row,) = policies._dense(policies._Work(lambda share, words: None, 1))
+    assert 0.85 < row["duty_cycle"] < 1.0 and row["over_bound"] > 0.0
