@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from plexrl.memory.gate import Seat
 
 
+Engine = Literal["torch", "noop", "vllm", "deepspeed"]
+
+
 class UserError(PlexrlError):
     """The call's own data is at fault (NaN loss, token out of range). The engine goes on; the text is the user's."""
 
@@ -29,7 +32,8 @@ class Undone(PlexrlError):
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """One rank of a worker group, as its agent starts it.
 
-    engine: "torch" or "noop". kind: "lora" (any number of adapters on one frozen base) or "full" (one deployment).
+    engine: what executes the calls; "vllm" samples only, "deepspeed" trains only, "noop" holds no model.
+    kind: "lora" (any number of adapters on one frozen base) or "full" (one deployment).
     model_dir: folder with config.json, safetensors and tokenizer. dtype: "float32" or "bfloat16", of the base and of
     full parameters (adapters are always float32).
     rank, world, rendezvous: place in the gang; rendezvous is the path of the gang's gloo FileStore, "" if world is 1.
@@ -40,9 +44,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     micro_batch_tokens: padded tokens per micro-batch (role train).
     base: the node's shared slab with the base weights (`Sizes.base_bytes`). base_fill: this rank fills it.
     park: host slab of `Sizes.park_bytes` for the KV of live sequences while the group is off the device (role sample).
+    zero_stage: what DeepSpeed's ranks share out between them, 0 to 3 (engine deepspeed).
+    cache_dir: folder of the service account for what an engine compiles for this machine, kept between processes.
     """
 
-    engine: Literal["torch", "noop"]
+    engine: Engine
     role: Role
     kind: Literal["lora", "full"]
     model_dir: str
@@ -63,6 +69,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     base: Slab | None = None
     base_fill: bool = False
     park: Slab | None = None
+    zero_stage: int = 0
+    cache_dir: str = ""
 
 
 class TrainEngine(Protocol):
@@ -185,12 +193,23 @@ def build(spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None =
 
     A collective of the gang's ranks. Raises BadInput for a model that this engine cannot run.
     """
-    if spec.engine == "noop":
-        from plexrl.engines import noop
+    match spec.engine, spec.role:
+        case "noop", _:
+            from plexrl.engines import noop
 
-        return noop.build(spec)
-    if spec.engine == "torch":
-        from plexrl.engines.torch import build as build_torch
+            return noop.build(spec)
+        case "torch", _:
+            from plexrl.engines.torch import build as build_torch
 
-        return build_torch(spec, device, arena, seat)
-    raise BadInput(f"engine {spec.engine!r} is unknown", "Use torch or noop")
+            return build_torch(spec, device, arena, seat)
+        case "vllm", Role.SAMPLE:
+            from plexrl.engines.vllm import build as build_vllm
+
+            return build_vllm(spec, device, arena, seat)
+        case "deepspeed", Role.TRAIN:
+            from plexrl.engines.deepspeed import build as build_deepspeed
+
+            return build_deepspeed(spec, device, arena, seat)
+    raise BadInput(
+        f"engine {spec.engine!r} does not {spec.role.value}", "vllm samples, deepspeed trains, torch and noop do both"
+    )

@@ -17,12 +17,15 @@ class Sizes(Struct, frozen=True, kw_only=True):
     base_bytes: the shared host slab with the base weights, one per node, dtype and model.
     park_bytes: the host slab in which a sampler's KV waits while it is off the device (0 for trainers).
     workspace: estimate of what autograd and logits take beside the extent while a call runs. Nothing of it stays.
+    base_form: how the base's bytes lie in that slab; groups of one model, dtype and form share it. "": as parameters
+        of the checkpoint, in the order of a forward pass (`layout.base_specs`).
     """
 
     device_bytes: int
     base_bytes: int
     park_bytes: int
     workspace: int
+    base_form: str = ""
 
 
 def sizes(
