@@ -140,6 +140,9 @@ class Door:
                 uid=peer.uid,
                 user=peer.user,
                 account=peer.account,
+                qos=peer.qos,
+                partition=peer.partition,
+                declared_gpus=peer.declared_gpus,
             )
             await core.commit(attached)
             self.on_attached(attached)

@@ -4,12 +4,18 @@ from msgspec import Struct, field
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """Who speaks, as MUNGE and slurmctld (of a private pool: the kernel) vouch for it. job: `<job id>.<restart>`."""
+    """Who speaks, as MUNGE and slurmctld (of a private pool: the kernel) vouch for it. job: `<job id>.<restart>`.
+
+    qos, partition, declared_gpus: as in `records.JobAttached`.
+    """
 
     uid: int
     user: str
     account: str
     job: str
+    qos: str = ""
+    partition: str = ""
+    declared_gpus: int = 0
 
 
 class HttpRequest(Struct, frozen=True, kw_only=True):

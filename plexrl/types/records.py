@@ -37,13 +37,19 @@ class EpochEnded(Record):
 
 
 class JobAttached(Record):
-    """(durable) A logical job was admitted. job: `<Slurm job id>.<restart count>`."""
+    """(durable) A logical job was admitted. job: `<Slurm job id>.<restart count>`.
+
+    qos, partition: of its Slurm job. declared_gpus: what its script asked Slurm for, before that was taken out.
+    """
 
     job: str
     slurm_job: int
     uid: int
     user: str
     account: str
+    qos: str = ""
+    partition: str = ""
+    declared_gpus: int = 0
 
 
 class JobEnded(Record):
