@@ -1,6 +1,7 @@
 """plexrl.yaml: what a pool serves and how it shares its GPUs."""
 
-from plexrl.config.load import load
+from plexrl.config.engines import Choice, Problem, choices
+from plexrl.config.load import load, read
 from plexrl.config.quantities import parse_duration, parse_size
 from plexrl.config.schema import (
     Device,
@@ -19,6 +20,7 @@ from plexrl.config.schema import (
 )
 
 __all__ = [
+    "Choice",
     "Device",
     "Host",
     "Limits",
@@ -27,12 +29,15 @@ __all__ = [
     "Model",
     "Nvme",
     "PoolConfig",
+    "Problem",
     "Sample",
     "SchedulerPolicy",
     "Share",
     "Standing",
     "Train",
+    "choices",
     "load",
     "parse_duration",
     "parse_size",
+    "read",
 ]

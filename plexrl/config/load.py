@@ -3,35 +3,46 @@
 import difflib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from plexrl.config import engines
+from plexrl.config.engines import Problem, resolved
 from plexrl.config.schema import Model, PoolConfig, valid_model_name
 from plexrl.config.source import Location, Source, spell
 from plexrl.types import BadInput
 
+Check = Callable[[PoolConfig], list[Problem]]
 
-def load(path: str | os.PathLike[str]) -> PoolConfig:
-    """The configuration in `path`. Raises BadInput; where several keys are wrong, all of them are named."""
+
+def load(path: str | os.PathLike[str], *checks: Check) -> PoolConfig:
+    """The configuration in `path` as a pool takes it: `read`, then the engine of every role written out."""
+    return resolved(read(path, *checks))
+
+
+def read(path: str | os.PathLike[str], *checks: Check) -> PoolConfig:
+    """The configuration in `path` as it is written. checks: of other rooms, for a file in which nothing else is wrong.
+
+    Raises BadInput; where several keys are wrong, all of them are named.
+    """
     source = Source(Path(path))
     try:
         config = PoolConfig.model_validate(source.data)
     except ValidationError as error:
         problems = [_explain(item) for item in error.errors(include_url=False)]
     else:
-        problems = _check(config)
+        problems = _check(config) + engines.problems(config)
+        problems = problems or [problem for check in checks for problem in check(config)]
         if not problems:
             return config
     problems.sort(key=lambda problem: source.line(problem[0]))
     told = [(f"{source.path}:{source.line(where)}: {spell(where)}: {what}", mend) for where, what, mend in problems]
     *before, (what, mend) = told
     raise BadInput("\n".join([*(f"{w}. {m}" for w, m in before), what]), mend)
-
-
-Problem = tuple[Location, str, str]
 
 
 def _explain(error: Any) -> Problem:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from plexrl.config.quantities import Bytes, Microseconds
+from plexrl.types import Role
 
 Count = Annotated[int, Strict(), Field(gt=0)]
 Flag = Annotated[bool, Strict()]
@@ -60,15 +61,24 @@ class Section(BaseModel):
 
 
 class Train(Section):
-    """The trainer of a model. gpus: size of its gang."""
+    """The trainer of a model. gpus: size of its gang. engine: the model's, where none is written.
+
+    zero_stage: what DeepSpeed's ranks share out between them. 1: optimizer state; 2: gradients too; 3: parameters too.
+    """
 
     gpus: Count = 1
+    engine: Literal["torch", "deepspeed"] | None = None
+    zero_stage: Annotated[int, Strict(), Field(ge=0, le=3)] | None = None
 
 
 class Sample(Section):
-    """The samplers of a model: replicas of one GPU. kv_bytes: KV cache per replica. max_batch: sequences at once."""
+    """The samplers of a model: replicas of one GPU. engine: the model's, where none is written.
+
+    kv_bytes: KV cache per replica. max_batch: sequences at once.
+    """
 
     replicas: Count = 1
+    engine: Literal["torch", "vllm"] | None = None
     kv_bytes: Bytes = 128 * 2**20
     max_batch: Count = 48
 
@@ -84,13 +94,14 @@ class Model(Section):
     """A base model that users ask for by its name.
 
     path: folder with config.json, safetensors and tokenizer, readable by the service account and by users (the SDK
-    loads the tokenizer from there). engine noop executes nothing: it measures the path and needs no model files.
+    loads the tokenizer from there). engine: who executes the calls of a role that names none itself (config.engines);
+    noop executes nothing: it measures the path and needs no model files.
     max_context: tokens of prompt and answer together. micro_batch_tokens: tokens of one forward and backward.
     """
 
     path: AbsolutePath
     accounts: Annotated[tuple[str, ...], BeforeValidator(_accounts), Field(min_length=1)] = ("*",)
-    engine: Literal["torch", "noop"] = "torch"
+    engine: Literal["auto", "torch", "noop"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_context: Count = 512
     micro_batch_tokens: Count = 2048
@@ -101,6 +112,11 @@ class Model(Section):
     def allows(self, account: str) -> bool:
         """Whether jobs of this Slurm account may use the model."""
         return "*" in self.accounts or account in self.accounts
+
+    def engine_of(self, role: Role) -> str:
+        """Who executes the calls of a role, in a configuration that was loaded."""
+        asked = self.train.engine if role is Role.TRAIN else self.sample.engine
+        return asked or ("torch" if self.engine == "auto" else self.engine)
 
 
 class Device(Section):
@@ -208,6 +224,7 @@ class PoolConfig(Section):
     """One pool, as plexrl.yaml describes it.
 
     state_dir: the pool's own directory (journal, checkpoints, keys), of the service account, mode 0700.
+    cache_dir: what engines compile for the nodes' processors; default: `cache` in state_dir.
     service_user: the account that a site pool runs as. interface: the address that head and gloo bind.
     shares, tenants: by Slurm account; who is not named has the defaults.
     """
@@ -223,12 +240,18 @@ class PoolConfig(Section):
     tenants: dict[str, Standing] = {}
     service_user: Annotated[str, AfterValidator(_user)] = "plexrl"
     munge_socket: AbsolutePath | None = None
+    cache_dir: AbsolutePath | None = None
     interface: Annotated[str, AfterValidator(_interface)] = "127.0.0.1"
 
     @property
     def state(self) -> Path:
         """state_dir as a path."""
         return Path(self.state_dir)
+
+    @property
+    def cache(self) -> str:
+        """Where engines keep what they compiled."""
+        return self.cache_dir or str(self.state / "cache")
 
 
 def valid_model_name(name: str) -> bool:
