@@ -117,6 +117,7 @@ def sample(request: HttpRequest, max_context: int) -> Sample:
         body=body,
         digest=hashlib.sha256(body).hexdigest(),
         units=tokens + asked.num_samples * new,
+        prompt_tokens=tokens,
         progress="x-plexrl-progress" in request.headers,
     )
 

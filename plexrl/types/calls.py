@@ -23,7 +23,8 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     id: the request id, `<model id>:<seq>` or `<sampling session>:<seq>`.
     seq: the order among the training calls of one deployment; None for samples, which are unordered.
     cost_us: expected service time on the whole gang, microseconds (a prior until a model is fitted).
-    units: expected work in tokens; splits the seconds of a shared turn.
+    units: expected work in tokens; splits the seconds of a shared turn. Of them prompt_tokens are read, and the rest
+    drawn by so many sequences: of a sample; for accounting alone.
     peer: a second worker group whose first gang is needed in the same turn (direct transfer of weights), else "".
     """
 
@@ -36,6 +37,8 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     cost_us: int = 0
     units: int = 1
     peer: str = ""
+    prompt_tokens: int = 0
+    sequences: int = 1
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -145,7 +145,7 @@ class GetSampler(Command, frozen=True, tag="get_sampler"):
 class Sample(Command, frozen=True, tag="sample"):
     """Answered by SamplePromise; Done is a protobuf SampleResponse. Repeats known by (sampler, seq).
 
-    body: JSON as received. units: prompt tokens plus num_samples * max_tokens (as asked for).
+    body: JSON as received. units: prompt_tokens plus num_samples * max_tokens (as asked for).
     progress: the client will ask what was drawn while it is drawn (GetDrawn).
     """
 
@@ -156,6 +156,7 @@ class Sample(Command, frozen=True, tag="sample"):
     body: bytes
     digest: str = ""
     units: int = 0
+    prompt_tokens: int = 0
     progress: bool = False
 
 

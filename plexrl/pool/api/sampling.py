@@ -88,6 +88,8 @@ class Sampling:
             seq=None,
             cost_us=prior_cost_us(CallKind.SAMPLE, command.units),
             units=max(command.units, 1),
+            prompt_tokens=command.prompt_tokens,
+            sequences=command.num_samples,
         )
         work: dict[str, object] = {"version": opened.version, "progress": command.progress}
         accepted = self._intake.accept(peer, call, command.digest, work, command.body)
