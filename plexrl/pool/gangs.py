@@ -102,6 +102,7 @@ class Gangs:
         beside = beside_extent(core.config.device.kind, sizes, placed.spec.residual_bytes)
         gpu, extent = gang.gpus[rank], gang.extents[rank]
         model = core.book.models.get(placed.model)
+        base = ("base", placed.base, config.dtype, sizes.base_form)
         return m.Spawn(
             id=0,
             gang=gang.id,
@@ -109,7 +110,7 @@ class Gangs:
             build=build,
             gpu=int(gpu.rpartition(":")[2]),
             engine={
-                "engine": config.engine,
+                "engine": config.engine_of(placed.spec.role),
                 "role": placed.spec.role,
                 "kind": placed.kind,
                 "model_dir": config.path,
@@ -127,10 +128,12 @@ class Gangs:
                 "max_batch": config.sample.max_batch,
                 "max_context": config.max_context,
                 "micro_batch_tokens": config.micro_batch_tokens,
+                "zero_stage": config.train.zero_stage or 0,
+                "cache_dir": core.config.cache,
                 "park_bytes": sizes.park_bytes if placed.spec.role is Role.SAMPLE else 0,
             },
             nodes=tuple(node_of(each) for each in gang.gpus),
-            base=(f"base:{placed.base}:{config.dtype}", sizes.base_bytes) if sizes.base_bytes else None,
+            base=(":".join(filter(None, base)), sizes.base_bytes) if sizes.base_bytes else None,
             owner=model.created.uid if model else -1,
         )
 
