@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from plexrl.config import engines
 from plexrl.config.engines import Problem, resolved
+from plexrl.config.policies import contradictions
 from plexrl.config.schema import Model, PoolConfig, valid_model_name
 from plexrl.config.source import Location, Source, spell
 from plexrl.types import BadInput
@@ -25,8 +26,9 @@ def load(path: str | os.PathLike[str], *checks: Check) -> PoolConfig:
 
 
 def read(path: str | os.PathLike[str], *checks: Check) -> PoolConfig:
-    """The configuration in `path` as it is written. checks: of other rooms, for a file in which nothing else is wrong.
+    """The configuration in `path` as it is written.
 
+    checks: of other rooms, made where nothing else is wrong; they see it resolved.
     Raises BadInput; where several keys are wrong, all of them are named.
     """
     source = Source(Path(path))
@@ -36,7 +38,7 @@ def read(path: str | os.PathLike[str], *checks: Check) -> PoolConfig:
         problems = [_explain(item) for item in error.errors(include_url=False)]
     else:
         problems = _check(config) + engines.problems(config)
-        problems = problems or [problem for check in checks for problem in check(config)]
+        problems = problems or [problem for check in checks for problem in check(resolved(config))]
         if not problems:
             return config
     problems.sort(key=lambda problem: source.line(problem[0]))
@@ -112,6 +114,9 @@ def _check(config: PoolConfig) -> list[Problem]:
     if config.nvme is not None and Path(config.nvme.path).is_relative_to(config.state_dir):
         mend = "Name a directory on each node's own disk; state_dir is on a file system that all nodes see"
         problems.append((("nvme", "path"), f"{config.nvme.path} lies in state_dir", mend))
+    if config.shares_from == "slurm" and config.shares:
+        problems.append((("shares",), "Slurm's shares are read, and these are too", "Keep one: shares_from, or shares"))
+    problems += contradictions(config.policies)
     for name, model in config.models.items():
         here: Location = ("models", name)
         if not valid_model_name(name):

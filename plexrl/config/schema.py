@@ -6,13 +6,13 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
+from plexrl.config.policies import Budgets, Policies
 from plexrl.config.quantities import Bytes, Microseconds
+from plexrl.config.section import Count, Flag, Part, Section
 from plexrl.types import Role
 
-Count = Annotated[int, Strict(), Field(gt=0)]
-Flag = Annotated[bool, Strict()]
 Stretch = Annotated[float, Strict(), Field(ge=1)]
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -44,20 +44,7 @@ def _user(value: object) -> object:
     return value
 
 
-def _part(value: float) -> float:
-    if 0 < value < 1e-6:
-        raise ValueError(f"{value} is neither zero nor 0.000001 or more")
-    return value
-
-
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-Part = Annotated[float, Strict(), Field(ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_part)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values do not change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class Train(Section):
@@ -226,7 +213,8 @@ class PoolConfig(Section):
     state_dir: the pool's own directory (journal, checkpoints, keys), of the service account, mode 0700.
     cache_dir: what engines compile for the nodes' processors; default: `cache` in state_dir.
     service_user: the account that a site pool runs as. interface: the address that head and gloo bind.
-    shares, tenants: by Slurm account; who is not named has the defaults.
+    shares, tenants: by Slurm account; who is not named has the defaults. shares_from: whose shares hold, this file's or
+    those of Slurm's associations. slurm_backend: how the head asks Slurm.
     """
 
     state_dir: AbsolutePath
@@ -236,8 +224,12 @@ class PoolConfig(Section):
     nvme: Nvme | None = None
     scheduler: SchedulerPolicy = SchedulerPolicy()
     limits: Limits = Limits()
+    shares_from: Literal["file", "slurm"] = "file"
     shares: dict[str, Share] = {}
     tenants: dict[str, Standing] = {}
+    policies: Policies = Policies()
+    budgets: Budgets = Budgets()
+    slurm_backend: Literal["commands", "pyslurm"] = "commands"
     service_user: Annotated[str, AfterValidator(_user)] = "plexrl"
     munge_socket: AbsolutePath | None = None
     cache_dir: AbsolutePath | None = None
