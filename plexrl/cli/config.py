@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from plexrl.cli.written import differences, for_json, written
-from plexrl.config import load
+from plexrl.config import PoolConfig, choices, read
+from plexrl.pool import fits
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -24,15 +25,16 @@ def check(
     file: Path = typer.Argument(..., metavar="FILE", help="The plexrl.yaml to read."),
 ) -> None:
     """Read FILE as a pool would. Faults are told with file, line, key and the mend; the exit status is then 2."""
-    config = load(file)
-    table = Table("model", "engine", "dtype", "trainer", "samplers", "context", "accounts", box=None)
+    config = read(file, fits.problems)
+    table = Table("model", "dtype", "trainer", "samplers", "context", "accounts", box=None)
     for name, model in config.models.items():
         samplers = f"{model.sample.replicas} x 1 GPU"
         trainer = f"{model.train.gpus} GPU" + ("s" if model.train.gpus > 1 else "")
         accounts = "all" if "*" in model.accounts else ", ".join(model.accounts)
-        table.add_row(name, model.engine, model.dtype, trainer, samplers, str(model.max_context), accounts)
+        table.add_row(name, model.dtype, trainer, samplers, str(model.max_context), accounts)
     console = Console()
     console.print(table)
+    console.print(engines_of(config))
     console.print(
         f"{file}: good. State in {config.state_dir}; each {config.device.kind} GPU {config.device.bytes} bytes."
     )
@@ -44,7 +46,7 @@ def show(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Print every key of FILE with its value, defaults too; what is printed is a plexrl.yaml itself."""
-    found = written(load(file))
+    found = written(read(file))
     if as_json:
         print(json.dumps(for_json(found), indent=2))
     else:
@@ -61,7 +63,7 @@ def diff(
 
     A pool reads its file when it starts.
     """
-    rows = differences(load(old), load(new))
+    rows = differences(read(old), read(new))
     if as_json:
         print(json.dumps([dict(zip(("key", "old", "new"), row, strict=True)) for row in rows]))
     elif rows:
@@ -72,3 +74,11 @@ def diff(
     else:
         print("they mean the same")
     raise typer.Exit(1 if rows else 0)
+
+
+def engines_of(config: PoolConfig) -> Table:
+    """Who executes what, and why it is that one; config: as it was written."""
+    table = Table("model", "role", "engine", "by", box=None)
+    for choice in choices(config):
+        table.add_row(*choice)
+    return table
