@@ -1,6 +1,7 @@
 """`plexrl pool`: declare, start, watch, drain and stop pools; and the processes that a pool consists of."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -38,6 +39,14 @@ def _lifecycle(registry: Registry):
     return Lifecycle(registry, SlurmCommands() if shutil.which("sbatch") else None)
 
 
+def _placeable(config: str | Path, gpus: int | None = None) -> None:
+    """Refuse a configuration that a pool (of so many GPUs) could not serve. Raises BadInput with file, line, mend."""
+    from plexrl.config import read
+    from plexrl.pool import fits
+
+    read(config, fits.problems, *([] if gpus is None else [lambda config: fits.gangs(config, gpus)]))
+
+
 @app.command()
 def declare(
     name: str = _NAME,
@@ -53,6 +62,7 @@ def declare(
     """
     from plexrl.accounting.store import reports_of
 
+    _placeable(config)
     life = _lifecycle(trusted(registry))
     declared = life.declare(name, config, owner or None, private)
     if fresh:
@@ -81,6 +91,7 @@ def start(
         from plexrl.pool.lifecycle import account_of
 
         life.declare(name, config, account_of(books.declared(name).owner_uid), private=False)
+    _placeable(books.declared(name).config, nodes * gpus_per_node)
     job = life.start(name, nodes, gpus_per_node, option)
     print(f"pool {name} is Slurm job {job}")
     if wait:
@@ -114,7 +125,11 @@ def list_(registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool 
 
 @app.command()
 def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
-    """One pool. Who is on which GPU is shown to the service account and root. Ends with 0 when ready, else 1."""
+    """One pool. Its engines and who is on which GPU are told to the service account and root. Ends with 0 when ready,
+    else 1.
+    """
+    from plexrl.config import choices, read
+
     books = trusted(registry, pool_uids)
     declared = books.declared(name)
     live = books.live(name)
@@ -125,6 +140,8 @@ def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_
             detail = Path(declared.state_dir) / "run" / "status.json"
             if detail.exists():
                 found |= {"detail": msgspec.json.decode(detail.read_bytes())}
+            with contextlib.suppress(BadInput):  # the file may have been changed since the pool took it
+                found |= {"engines": [choice._asdict() for choice in choices(read(declared.config))]}
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -135,6 +152,11 @@ def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_
 def _print_status(found: dict) -> None:
     console = Console()
     console.print(f"pool {found['pool']}: [bold]{found['state']}[/bold], Slurm job {found.get('slurm_job') or '-'}")
+    if engines := found.get("engines"):
+        table = Table("model", "role", "engine", "by")
+        for choice in engines:
+            table.add_row(*choice.values())
+        console.print(table)
     detail = found.get("detail")
     if detail:
         table = Table("GPU", "turn", "phase", "resident")
@@ -177,6 +199,7 @@ def run(
         raise BadInput(f"pool {name!r} is a site pool", f"Start it with: plexrl pool start {name}")
     if gpus > (os.cpu_count() or 1):
         raise BadInput(f"{gpus} pretend GPUs on {os.cpu_count()} cores", "Every pretend GPU needs a core of its own")
+    _placeable(books.declared(name).config, gpus)
     from plexrl.pool.keeper import keep
 
     _log_to_stderr()
