@@ -9,12 +9,19 @@ from typing import Protocol
 
 import msgspec
 
-from plexrl.slurm.adapter import Slurm
+from plexrl.slurm.adapter import Association, Slurm
 from plexrl.types import BadInput, Peer, PlexrlError
 from plexrl.wire import munge
 from plexrl.wire.messages import Hello, decode_proof
 
 REQUEST_MARK = "PXL1:"
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What Slurm says of accounts and users. used: as `Slurm.gpu_seconds`, empty where it was not asked for."""
+
+    associations: tuple[Association, ...] = ()
+    used: dict[tuple[str, str], int] = {}
 
 
 class Admission(Protocol):
@@ -28,6 +35,10 @@ class Admission(Protocol):
 
     async def over(self, peers: Iterable[Peer]) -> dict[str, str]:
         """Jobs among these that ended, with the reason."""
+        ...
+
+    async def standing(self, usage: bool) -> Standing:
+        """Accounts and users; their usage of GPUs outside of the pool only if asked for. Raises PlexrlError."""
         ...
 
 
@@ -52,6 +63,10 @@ class PrivateAdmission:
         return {
             peer.job: "its process ended" for peer in peers if not os.path.exists(f"/proc/{peer.job.partition('.')[0]}")
         }
+
+    async def standing(self, usage: bool) -> Standing:
+        """There is no Slurm behind a private pool."""
+        return Standing()
 
 
 class SlurmAdmission:
@@ -86,13 +101,23 @@ class SlurmAdmission:
             raise BadInput(f"job {proof.job} is not of uid {credential.uid}", "Attach your own job")
         if job.state != "RUNNING" or job.restart_count != proof.restart:
             raise BadInput(f"job {proof.job} is {job.state}, run {job.restart_count}", "Only a running job attaches")
-        if self._requested_pool(job.admin_comment) != self._pool:
+        request = _request(job.admin_comment)
+        if request.get("pool") != self._pool:
             raise BadInput(f"job {proof.job} did not ask for pool {self._pool!r}", "Use sbatch --plexrl-pool")
         if job.gpus:
             raise BadInput(f"job {proof.job} holds {job.gpus} GPUs", "A logical job holds none")
         if not job.licenses.get(f"plexrl_{self._pool}"):
             raise BadInput(f"job {proof.job} does not hold licence plexrl_{self._pool}", "Submit it again")
-        return Peer(uid=job.uid, user=job.user, account=job.account, job=f"{job.id}.{job.restart_count}")
+        gpus = request.get("gpus")
+        return Peer(
+            uid=job.uid,
+            user=job.user,
+            account=job.account,
+            job=f"{job.id}.{job.restart_count}",
+            qos=job.qos,
+            partition=job.partition,
+            declared_gpus=gpus if isinstance(gpus, int) and gpus > 0 else 0,
+        )
 
     async def over(self, peers: Iterable[Peer]) -> dict[str, str]:
         """One call for all jobs. While slurmctld does not answer nobody is over."""
@@ -115,16 +140,23 @@ class SlurmAdmission:
                 over[peer.job] = "its Slurm job gave its licence back"
         return over
 
-    def _requested_pool(self, admin_comment: str) -> str:
-        """The pool in `PXL1:{"pool": ...}`, wherever it stands in the AdminComment."""
-        _, found, rest = admin_comment.partition(REQUEST_MARK)
-        if not found:
-            return ""
-        try:
-            request = msgspec.json.decode(_first_object(rest))
-        except msgspec.DecodeError:
-            return ""
-        return str(request.get("pool", "")) if isinstance(request, dict) else ""
+    async def standing(self, usage: bool) -> Standing:
+        """Two calls at most."""
+        associations = await asyncio.to_thread(self._slurm.associations)
+        used = await asyncio.to_thread(self._slurm.gpu_seconds) if usage else {}
+        return Standing(tuple(associations), used)
+
+
+def _request(admin_comment: str) -> dict[str, object]:
+    """The object of `PXL1:{"pool": ...}`, wherever it stands in the AdminComment; empty where there is none."""
+    _, found, rest = admin_comment.partition(REQUEST_MARK)
+    if not found:
+        return {}
+    try:
+        request = msgspec.json.decode(_first_object(rest))
+    except msgspec.DecodeError:
+        return {}
+    return request if isinstance(request, dict) else {}
 
 
 def _first_object(text: str) -> str:

@@ -1,6 +1,6 @@
 """Slurm: one adapter protocol, the backend over Slurm's commands, and a development cluster."""
 
-from plexrl.slurm.adapter import AccountingRow, Association, JobInfo, Person, Slurm
+from plexrl.slurm.adapter import AccountingRow, Association, JobInfo, JobOutput, Person, Slurm
 from plexrl.slurm.commands import SlurmCommands
 
-__all__ = ["AccountingRow", "Association", "JobInfo", "Person", "Slurm", "SlurmCommands"]
+__all__ = ["AccountingRow", "Association", "JobInfo", "JobOutput", "Person", "Slurm", "SlurmCommands"]

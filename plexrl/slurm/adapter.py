@@ -29,6 +29,7 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     partition: str
     reason: str
     admin_comment: str
+    qos: str = ""
 
 
 class AccountingRow(Struct, frozen=True, kw_only=True):
@@ -73,6 +74,14 @@ class Person(Struct, frozen=True, kw_only=True):
     coordinates: tuple[str, ...]
 
 
+class JobOutput(Struct, frozen=True, kw_only=True):
+    """Where a job's script writes. uid: of its user, who chose the paths."""
+
+    uid: int
+    stdout: Path
+    stderr: Path
+
+
 class Slurm(Protocol):
     """Every method raises Unavailable when Slurm does not answer in time, BadInput when it refuses, with its words."""
 
@@ -115,6 +124,15 @@ class Slurm(Protocol):
 
     def associations(self) -> list[Association]:
         """All accounts and users with their shares, of this cluster."""
+        ...
+
+    def gpu_seconds(self) -> dict[tuple[str, str], int]:
+        """(account, user) -> GPU-seconds that slurmctld holds against their GrpTRESMins, decayed and reset as the site
+        says; user "": the whole account with all below it. Who used none may be left out."""
+        ...
+
+    def output(self, job_id: int) -> JobOutput | None:
+        """Where a job's script writes, patterns expanded; None when slurmctld does not know the job (any more)."""
         ...
 
     def people(self) -> list[Person]:

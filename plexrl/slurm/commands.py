@@ -11,7 +11,8 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from plexrl.slurm.adapter import AccountingRow, Association, JobInfo, Person
+from plexrl.slurm.adapter import AccountingRow, Association, JobInfo, JobOutput, Person
+from plexrl.slurm.output import OUTPUT_FIELDS, job_output
 from plexrl.types import BadInput, Unavailable
 
 _TIMEOUT_SECONDS = 15.0
@@ -28,7 +29,7 @@ _DOWN = (
 
 _JOB_FIELDS = (
     "JobID State UserID UserName Account RestartCnt StartTime tres-alloc Licenses NodeList Partition Reason "
-    "admin_comment"
+    "admin_comment QOS"
 ).split()
 _QUEUE_STATES = "PENDING,RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STAGE_OUT,SIGNALING,STOPPED"
 _SACCT_FIELDS = "JobIDRaw State User Account AllocTRES Start End ElapsedRaw NodeList AdminComment".split()
@@ -123,6 +124,22 @@ class SlurmCommands:
             found.append(association)
         return found
 
+    def gpu_seconds(self) -> dict[tuple[str, str], int]:
+        output = self._call("sshare", "--all", "--noheader", "--parsable2", "--format=Account,User,GrpTRESRaw")
+        rows = [line.split("|") for line in output.splitlines()]
+        found = {(account.strip(), user.strip()): 60 * _gpus(_tres(minutes)) for account, user, minutes in rows}
+        return {who: seconds for who, seconds in found.items() if seconds}
+
+    def output(self, job_id: int) -> JobOutput | None:
+        token = _token()
+        names = ",".join(f"{name}:0{token}" for name in OUTPUT_FIELDS)
+        command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--Format={names}"]
+        done = self._try(*command)
+        if done.returncode and _NO_JOB in done.stderr:
+            return None
+        rows = _rows(self._checked(command, done), token, len(OUTPUT_FIELDS))
+        return job_output(dict(zip(OUTPUT_FIELDS, rows[0], strict=True))) if rows else None
+
     def people(self) -> list[Person]:
         output = self._call("sacctmgr", "-nP", "show", "user", "withcoordinator", "format=User,AdminLevel,Coordinators")
         rows = [line.split("|") for line in output.splitlines()]
@@ -200,7 +217,7 @@ def _rows(output: str, token: str, width: int) -> list[list[str]]:
 
 
 def _job_info(row: list[str]) -> JobInfo:
-    job, state, uid, user, account, restarts, start, tres, licenses, nodes, partition, reason, comment = row
+    job, state, uid, user, account, restarts, start, tres, licenses, nodes, partition, reason, comment, qos = row
     allocated = _tres(tres)
     return JobInfo(
         id=int(job),
@@ -217,6 +234,7 @@ def _job_info(row: list[str]) -> JobInfo:
         partition=partition,
         reason=_text(reason),
         admin_comment=_text(comment),
+        qos=_text(qos),
     )
 
 

@@ -26,7 +26,8 @@ SOUND = JobInfo(
     nodes=("n1",),
     partition="cpu",
     reason="None",
-    admin_comment='JS1:abc PXL1:{"pool":"lab","gres":"gpu:{2}\\""} more',
+    admin_comment='JS1:abc PXL1:{"pool":"lab","gres":"gpu:{2}\\"","gpus":2} more',
+    qos="long",
 )
 
 
@@ -55,7 +56,9 @@ def admit(monkeypatch, slurm: Book, proof: dict | None = None, uid: int = 1001, 
 
 
 def test_a_sound_job_is_admitted_by_what_slurm_says_of_it(monkeypatch):
-    assert admit(monkeypatch, Book(SOUND)) == Peer(uid=1001, user="alice", account="ml", job="7.0")
+    assert admit(monkeypatch, Book(SOUND)) == Peer(
+        uid=1001, user="alice", account="ml", job="7.0", qos="long", partition="cpu", declared_gpus=2
+    )
 
 
 @pytest.mark.parametrize(
