@@ -36,7 +36,7 @@ SMALLEST = "state_dir: /var/lib/plexrl/lab\nmodels:\n  tiny:\n    path: MODEL\n"
 def test_defaults(write, folder):
     config = load(write(SMALLEST))
     model = config.models["tiny"]
-    assert (model.path, model.engine, model.dtype, model.max_context) == (str(folder), "torch", "float32", 512)
+    assert (model.path, model.engine, model.dtype, model.max_context) == (str(folder), "auto", "float32", 512)
     assert (model.train.gpus, model.sample.replicas, model.sample.kv_bytes) == (1, 1, 128 * 2**20)
     assert model.allows("anybody")
     assert config.scheduler.quantum_us == 20_000_000
@@ -87,7 +87,7 @@ def test_everything_written_out(write):
         (SMALLEST + "    train: {gpus: true}\n", 5, "models.tiny.train.gpus", "without quotes"),
         (SMALLEST + "    train: [2]\n", 5, "models.tiny.train", "Indent its keys"),
         (SMALLEST + "    lora: {slots: -1}\n", 5, "models.tiny.lora.slots", "above 0"),
-        (SMALLEST + "    engine: magic\n", 5, "models.tiny.engine", "'torch' or 'noop'"),
+        (SMALLEST + "    engine: magic\n", 5, "models.tiny.engine", "'auto', 'torch' or 'noop'"),
         (SMALLEST + "    accounts: ml\n", 5, "models.tiny.accounts", "[a, b]"),
         (SMALLEST + "    max_context: 4096\n", 5, "models.tiny.max_context", "at most 2048"),
         (SMALLEST + "    sample: {kv_bytes: 4GiB}\n", 5, "models.tiny.sample.kv_bytes", "device.bytes"),
