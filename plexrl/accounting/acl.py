@@ -8,6 +8,7 @@ import errno
 import os
 import struct
 import warnings
+from collections.abc import Collection
 
 _ATTRIBUTE = "system.posix_acl_access"
 _ANY_ID = 0xFFFFFFFF
@@ -19,11 +20,11 @@ class NoAcl(UserWarning):
     """The file system keeps no POSIX ACLs: only the pool's own account and root can read its reports."""
 
 
-def readable_by(uid: int) -> bytes:
-    """The ACL u::rw-,u:UID:r--,g::---,m::r--,o::---."""
+def readable_by(*uids: int) -> bytes:
+    """The ACL u::rw-,u:UID:r-- of each,g::---,m::r--,o::---."""
     entries = (
         (_USER_OBJ, _READ | _WRITE, _ANY_ID),
-        (_USER, _READ, uid),
+        *((_USER, _READ, uid) for uid in sorted(uids)),
         (_GROUP_OBJ, 0, _ANY_ID),
         (_MASK, _READ, _ANY_ID),
         (_OTHER, 0, _ANY_ID),
@@ -31,12 +32,13 @@ def readable_by(uid: int) -> bytes:
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
-def let_read(fd: int, uid: int, where: str) -> None:
-    """Give one user read access to an open file of ours. Where there are no ACLs: a NoAcl warning, and no access."""
-    if uid == os.fstat(fd).st_uid:
+def let_read(fd: int, uids: Collection[int], where: str) -> None:
+    """Give users read access to an open file of ours. Where there are no ACLs: a NoAcl warning, and no access."""
+    others = set(uids) - {os.fstat(fd).st_uid}
+    if not others:
         return
     try:
-        os.setxattr(fd, _ATTRIBUTE, readable_by(uid))
+        os.setxattr(fd, _ATTRIBUTE, readable_by(*others))
     except OSError as error:
         if error.errno != errno.ENOTSUP:
             raise

@@ -1,19 +1,16 @@
 """A pool's ledger as a trace that the simulator reads: jobs, groups, switches, calls with their causal edges."""
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
+from plexrl.accounting.busy import Busy
 from plexrl.accounting.trace import Trace, traces
 from plexrl.scheduler.bandwidth import Link
 from plexrl.sim import trace as t
 from plexrl.types import BadInput, Call, SpanClass
 from plexrl.types import records as r
-
-Intervals = list[tuple[int, int]]
-
 
 def export(
     records: Sequence[r.Record],
@@ -72,54 +69,27 @@ def export(
     )
 
 
-class _Spans:
-    """The closed spans, by gang and by job. One GPU stands for a gang: all of them work and switch together."""
+class _Spans(Busy):
+    """The closed spans, by class, by job, by gang."""
 
     def __init__(self, records: Sequence[r.Record]) -> None:
+        super().__init__(records)
         self.classes: dict[SpanClass, int] = defaultdict(int)
         self.charged: dict[tuple[str, SpanClass], int] = defaultdict(int)
-        self.moves: list[r.Switched] = []
-        self._busy: dict[str, Intervals] = defaultdict(list)
-        self._switch: dict[str, Intervals] = defaultdict(list)
-        lead: dict[str, str] = {}
+        self.moves = [record for record in records if isinstance(record, r.Switched)]
         for record in records:
-            match record:
-                case r.GroupPlaced():
-                    lead.update((gang.id, gang.gpus[0]) for gang in record.placement.gangs)
-                case r.Switched():
-                    self.moves.append(record)
-                case r.SpanClosed(span=span):
-                    us = span.end_us - span.start_us
-                    self.classes[span.kind] += us
-                    weights = sum(weight for _, weight in span.shares)
-                    for job, weight in span.shares:
-                        self.charged[job, span.kind] += us * weight // weights if weights else 0
-                    if lead.get(span.gang) == span.gpu and span.kind in (SpanClass.BUSY, SpanClass.SWITCH):
-                        kept = self._busy if span.kind is SpanClass.BUSY else self._switch
-                        _extend(kept[span.gang], span.start_us, span.end_us)
-
-    def served(self, gang: str, start: int, end: int) -> int:
-        """Of [start, end), what the gang spent on work."""
-        pieces = self._busy[gang]
-        first = max(0, bisect_right(pieces, (start, 0)) - 1)
-        total = 0
-        for begin, stop in pieces[first:]:
-            if begin >= end:
-                break
-            total += max(0, min(stop, end) - max(begin, start))
-        return total
+            if isinstance(record, r.SpanClosed):
+                span = record.span
+                us = span.end_us - span.start_us
+                self.classes[span.kind] += us
+                weights = sum(weight for _, weight in span.shares)
+                for job, weight in span.shares:
+                    self.charged[job, span.kind] += us * weight // weights if weights else 0
 
     def seat(self, gang: str, gpus: tuple[str, ...]) -> t.Seat:
         """A gang's switches: the first is its build."""
-        build, *later = [end - start for start, end in self._switch[gang]] or [0]
+        build, *later = [end - start for start, end in self.switch[gang]] or [0]
         return t.Seat(gang=gang, gpus=gpus, build_us=build, switches=len(later), switch_us=sum(later))
-
-
-def _extend(pieces: Intervals, start: int, end: int) -> None:
-    """Spans are cut each minute: what touches the last piece belongs to it."""
-    if pieces and pieces[-1][1] == start:
-        start = pieces.pop()[0]
-    pieces.append((start, end))
 
 
 def _calls(

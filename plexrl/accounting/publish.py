@@ -1,16 +1,21 @@
-"""What `Publisher.publish` runs: state_dir, folder of the reports, now in microseconds, bytes of one GPU or 0."""
+"""What `Publisher.publish` runs: state_dir, folder of the reports, now in microseconds, bytes of one GPU or 0, and whether
+the GPUs are pretend or real."""
 
 import os
 import sys
+from pathlib import Path
 
+from plexrl.accounting.readers import asked
 from plexrl.accounting.store import Publisher
 from plexrl.pool.layout import Layout
+from plexrl.slurm.commands import SlurmCommands
 
 
-def main(state_dir: str, folder: str, now_us: str, device_bytes: str) -> None:
+def main(state_dir: str, folder: str, now_us: str, device_bytes: str, device: str) -> None:
     """Publish once, behind everything else that this machine has to do."""
     os.nice(15)
-    Publisher(Layout(state_dir), folder, int(device_bytes) or None).write(int(now_us))
+    publisher = Publisher(Layout(state_dir), folder, int(device_bytes) or None, device == "pretend")
+    publisher.write(int(now_us), asked(SlurmCommands(), Path(folder)))
 
 
 if __name__ == "__main__":

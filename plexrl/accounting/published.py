@@ -1,16 +1,20 @@
 """What the pool publishes for its reports: closed minutes, jobs, timeline. Whole for admins, cut down for each user."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import Struct, field, structs
 
+from plexrl.accounting.basis import Basis, basis
+from plexrl.accounting.busy import Busy
 from plexrl.accounting.causes import causes
 from plexrl.accounting.charges import MINUTE_US, Minute, charge
+from plexrl.accounting.fit import fits
 from plexrl.accounting.moves import Moves, moves
+from plexrl.accounting.overlap import switch_totals
 from plexrl.accounting.replay import Replay, colocated, separate
 from plexrl.accounting.sweep import Segment, held, segments, spans
 from plexrl.accounting.trace import Trace, traces
-from plexrl.types import Role, SpanClass
+from plexrl.types import SpanClass
 from plexrl.types import records as r
 
 TIMELINE = 20_000  # bars; older ones are left out of the picture, never out of the sums
@@ -32,7 +36,8 @@ class Job(Struct):
     the first three.
 
     wall_us: in the shared pool, attachment to end; replayed_us: the same alone. wait_us: mean wait of a call for its
-    turn. ended_us: its end, or the moment of publication when running.
+    turn. ended_us: its end, or the moment of publication when running. models: the base models that it used. basis:
+    what its baselines were made of. declared_gpus: what its script asked Slurm for.
     """
 
     job: str
@@ -50,13 +55,20 @@ class Job(Struct):
     calls: int
     wait_us: int
     minutes: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    qos: str = ""
+    partition: str = ""
+    declared_gpus: int = 0
+    models: tuple[str, ...] = ()
+    basis: Basis = field(default_factory=Basis)
 
 
 class Published(Struct):
-    """The state of a pool's accounts at until_us. uid: who may read it, None for the whole.
+    """The state of a pool's accounts at until_us. uid: who may read it, None for the whole; accounts: whose jobs that
+    user sees beside the own ones.
 
     moves: by minute. running: a head was at work. slurm_jobs: the pool's own Slurm jobs. ideal_us: the least that any
-    sharing of these jobs could have cost. device_bytes: of a GPU; None where unknown.
+    sharing of these jobs could have cost: their busy time, and no less than the largest of the dedicated runs.
+    device_bytes: of a GPU; None where unknown. pretend: GPUs are cores, whose CPU seconds tell of contention.
     """
 
     pool: str
@@ -73,6 +85,9 @@ class Published(Struct):
     ideal_us: int
     device_bytes: int | None = None
     moves: list[Moves] = field(default_factory=list)
+    accounts: tuple[str, ...] = ()
+    pretend: bool = False
+    switches: int = 0
 
 
 def horizon(records: Sequence[r.Record], intervals: Iterable[r.AgentInterval], now_us: int) -> tuple[int, bool]:
@@ -94,17 +109,23 @@ def horizon(records: Sequence[r.Record], intervals: Iterable[r.AgentInterval], n
 
 
 def compute(
-    records: Sequence[r.Record], intervals: Sequence[r.AgentInterval], now_us: int, device_bytes: int | None = None
+    records: Sequence[r.Record],
+    intervals: Sequence[r.AgentInterval],
+    now_us: int,
+    device_bytes: int | None = None,
+    pretend: bool = False,
 ) -> Published:
     """Everything that there is to report. Pure."""
     until, running = horizon(records, intervals, now_us)
     holding = held(intervals, until)
     laid = segments(spans(records, until), holding)
     charges = charge(laid, holding)
-    jobs, work = [], 0
+    told = [record for record in records if record.now_us <= until]
+    models = fits(told, Busy(told))
+    jobs = []
     heard = max((record.now_us for record in records), default=until)
-    for trace in traces((x for x in records if x.now_us <= until), min(until, heard)).values():
-        together, apart = colocated(trace, device_bytes), separate(trace)
+    for trace in traces(told, min(until, heard)).values():
+        together, apart = colocated(trace, device_bytes, models), separate(trace, models)
         dedicated, split = per_minute(together), per_minute(apart)
         charged = charges.jobs.get(trace.job, {})
         minutes = sorted(charged.keys() | dedicated.keys() | split.keys())
@@ -113,8 +134,8 @@ def compute(
             minute = charges.minute(at)
             minute.dedicated_us += mine
             minute.split_us += mine_split
-        jobs.append(_job(trace, running, together, apart, rows))
-        work += _work(trace)
+        jobs.append(_job(trace, running, together, apart, rows, basis(trace, together, apart, models, pretend)))
+    busy = sum(minute.classes.get(SpanClass.BUSY, 0) for minute in charges.minutes.values())
     epochs = [record for record in records if isinstance(record, r.EpochStarted)]
     return Published(
         pool=epochs[-1].pool if epochs else "",
@@ -128,13 +149,17 @@ def compute(
         jobs=sorted(jobs, key=lambda job: job.attached_us),
         timeline=[Bar(s.gpu, s.start_us, s.end_us, s.kind, s.shares) for s in _newest(laid)],
         notes=causes(records, laid, holding),
-        ideal_us=max([work, *(job.gpus * job.replayed_us for job in jobs)]),
+        ideal_us=max([busy, *(job.gpus * job.replayed_us for job in jobs)]),
         device_bytes=device_bytes,
         moves=moves(records, laid, until),
+        pretend=pretend,
+        switches=switch_totals(told)[0],
     )
 
 
-def _job(trace: Trace, running: bool, together: Replay, apart: Replay, minutes: list[tuple[int, ...]]) -> Job:
+def _job(
+    trace: Trace, running: bool, together: Replay, apart: Replay, minutes: list[tuple[int, ...]], made_of: Basis
+) -> Job:
     attached = trace.attached
     return Job(
         job=trace.job,
@@ -152,16 +177,12 @@ def _job(trace: Trace, running: bool, together: Replay, apart: Replay, minutes: 
         calls=trace.calls,
         wait_us=trace.waited_us // trace.calls if trace.calls else 0,
         minutes=minutes,
+        qos=attached.qos,
+        partition=attached.partition,
+        declared_gpus=attached.declared_gpus,
+        models=tuple(sorted({need.base for need in trace.needs.values()})),
+        basis=made_of,
     )
-
-
-def _work(trace: Trace) -> int:
-    """GPU-microseconds in which the job's calls ran, by their recorded CPU time."""
-    total = 0
-    for step in trace.steps:
-        need = trace.needs[step.group]
-        total += step.service_us * (need.gang_size if need.role is Role.TRAIN else 1)
-    return total
 
 
 def per_minute(replay: Replay) -> dict[int, int]:
@@ -189,9 +210,11 @@ def _newest(laid: Sequence[Segment]) -> list[Segment]:
     return [s for s in laid if s.end_us > since]
 
 
-def for_user(whole: Published, uid: int) -> Published:
-    """What one user may read: own jobs, own bars, and sums of the pool that name nobody."""
-    mine = {job.job for job in whole.jobs if job.uid == uid}
+def for_reader(whole: Published, uid: int, accounts: Collection[str] = ()) -> Published:
+    """What one user may read: own jobs and those of accounts that the user coordinates, their bars, and sums of the
+    pool that name nobody."""
+    jobs = [job for job in whole.jobs if job.uid == uid or job.account in accounts]
+    mine = {job.job for job in jobs}
     timeline = []
     for bar in whole.timeline:
         own = tuple(share for share in bar.shares if share[0] in mine)
@@ -199,5 +222,5 @@ def for_user(whole: Published, uid: int) -> Published:
             others = sum(weight for job, weight in bar.shares if job not in mine)
             timeline.append(structs.replace(bar, shares=(*own, ("", others)) if others else own))
     return structs.replace(
-        whole, uid=uid, jobs=[job for job in whole.jobs if job.uid == uid], timeline=timeline, device_bytes=None
+        whole, uid=uid, accounts=tuple(sorted(accounts)), jobs=jobs, timeline=timeline, device_bytes=None
     )

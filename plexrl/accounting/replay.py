@@ -1,29 +1,53 @@
 """A job alone on its own GPUs: its recorded calls again, each submitted when what it waited for is there.
 
-A step is submitted think_us after the last of the results that its job had been given before it. Service is the
-recorded CPU time. A trainer works through its calls one by one; the samples under way share their replicas' time, none
-faster than one replica alone. Groups on one station (colocated) exclude one another, first come first served; calls
-that come for the group at work join it while nobody else waits. The first call of a group waits for its build.
+A step is submitted think_us after the last of the results that its job had been given before it. How long it takes is
+the fitted model's word (`fit`), by the tokens in it and by what else its own job has under way; the recorded seconds,
+which contention and bunching distort, enter only through the fit. The first call of a group waits for its build.
 
 A program that keeps calls in flight may in truth submit before a result that this waits for: for it this is a bound.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from msgspec import Struct
 
-from plexrl.accounting.trace import Need, Step, Trace
-from plexrl.types import Role
+from plexrl.accounting.fit import Fit
+from plexrl.accounting.station import Ran, Station
+from plexrl.accounting.trace import Step, Trace
+
+
+class Leg(Struct, frozen=True):
+    """A piece of the chain of calls that the wall time consists of, in whole microseconds.
+
+    think_us: of the program, before it submitted the call; wait_us: for its own earlier calls to get off the GPUs;
+    build_us, move_us: of the engine and of state; run_us: the call. The last leg has no call, only the program's end.
+    """
+
+    call: str
+    kind: str
+    think_us: int
+    wait_us: int = 0
+    build_us: int = 0
+    move_us: int = 0
+    run_us: int = 0
+
+    @property
+    def us(self) -> int:
+        """All of it."""
+        return self.think_us + self.wait_us + self.build_us + self.move_us + self.run_us
 
 
 class Replay(Struct, frozen=True):
-    """gpus held for wall_us. progress: (unix us in the shared run, replayed us), both rising, from (attached, 0) on."""
+    """gpus held for wall_us. progress: (unix us in the shared run, replayed us), both rising, from (attached, 0) on.
+
+    legs: what the wall time consists of, first things first: their sum is wall_us.
+    """
 
     gpus: int
     wall_us: int
     progress: tuple[tuple[int, int], ...]
+    legs: tuple[Leg, ...] = ()
 
     @property
     def gpu_us(self) -> int:
@@ -31,101 +55,38 @@ class Replay(Struct, frozen=True):
         return self.gpus * self.wall_us
 
 
-def colocated(trace: Trace, device_bytes: int | None) -> Replay:
+def colocated(trace: Trace, device_bytes: int | None, models: Mapping[str, Fit]) -> Replay:
     """Trainer and samplers take turns on the larger of them. device_bytes: of one GPU; when they do not fit beside each
     other, each hand-over costs the measured time to move the one in and the other out. None: they fit."""
     needs = list(trace.needs.values())
     fits = device_bytes is None or sum(need.device_bytes for need in needs) <= device_bytes
-    stations = [_Station(needs, fits)] if needs else []
+    stations = [Station(needs, fits, models)] if needs else []
     return _run(trace, stations, max((need.gpus for need in needs), default=0))
 
 
-def separate(trace: Trace) -> Replay:
+def separate(trace: Trace, models: Mapping[str, Fit]) -> Replay:
     """Trainer and samplers have GPUs of their own."""
     needs = list(trace.needs.values())
-    return _run(trace, [_Station([need], True) for need in needs], sum(need.gpus for need in needs))
+    return _run(trace, [Station([need], True, models) for need in needs], sum(need.gpus for need in needs))
 
 
-class _Station:
-    """GPUs on which one group works at a time. Times in microseconds of the replay."""
-
-    def __init__(self, needs: Sequence[Need], fits: bool) -> None:
-        self._needs = {need.group: need for need in needs}
-        self._fits = fits
-        self._built: set[str] = set()
-        self._current: Need | None = None
-        self._ready_at = 0.0  # the current group's build or hand-over ends
-        self._queue: deque[Step] = deque()
-        self._active: list[tuple[float, int, str]] = []  # (work done per call at its end, tie, id)
-        self._done = 0.0  # work done per call so far: calls under way advance together
-        self._at = 0.0
-        self._number = 0
-
-    def serves(self, group: str) -> bool:
-        return group in self._needs
-
-    def arrive(self, now: float, step: Step) -> None:
-        """A step is submitted at `now`, which is not before the last event."""
-        self._advance(now)
-        self._queue.append(step)
-        self._start()
-
-    def next_end(self) -> float | None:
-        """When the next call ends, unless another arrives before."""
-        if not self._active:
-            return None
-        return max(self._at, self._ready_at) + max(0.0, self._active[0][0] - self._done) / self._rate()
-
-    def end(self, now: float) -> str:
-        """The call that ends at `now` = next_end()."""
-        self._advance(now)
-        self._done, _, id = heappop(self._active)
-        self._start()
-        return id
-
-    def _rate(self) -> float:
-        return min(1.0, self._current.gangs / len(self._active)) if self._current.role is Role.SAMPLE else 1.0
-
-    def _advance(self, now: float) -> None:
-        if self._active:
-            self._done += max(0.0, now - max(self._at, self._ready_at)) * self._rate()
-        self._at = now
-
-    def _start(self) -> None:
-        if not self._active and self._queue:
-            self._hand_over(self._needs[self._queue[0].group])
-            self._activate()
-        if self._current is not None and self._current.role is Role.SAMPLE:
-            while self._queue and self._queue[0].group == self._current.group:
-                self._activate()
-
-    def _hand_over(self, need: Need) -> None:
-        if need is not self._current:
-            moved = 0 if self._fits or self._current is None else (need.switch_us + self._current.switch_us) // 2
-            self._ready_at = self._at + (moved if need.group in self._built else need.build_us)
-            self._built.add(need.group)
-            self._current = need
-
-    def _activate(self) -> None:
-        step = self._queue.popleft()
-        self._number += 1
-        heappush(self._active, (self._done + step.service_us, self._number, step.id))
-
-
-def _run(trace: Trace, stations: Sequence[_Station], gpus: int) -> Replay:
+def _run(trace: Trace, stations: Sequence[Station], gpus: int) -> Replay:
     released: dict[int, list[Step]] = {}
     for step in trace.steps:
         released.setdefault(step.seen, []).append(step)
     arrivals: list[tuple[float, int, Step]] = []
     ended: dict[str, float] = {}
+    because: dict[str, str] = {}  # step -> the result that let it be submitted
     progress = [(trace.attached.now_us, 0)]
     now = seen_at = 0.0
     seen = order = 0
+    last = ""  # the result that came at seen_at
 
     def release() -> None:
         nonlocal order
         for step in released.pop(seen, ()):
             order += 1
+            because[step.id] = last
             heappush(arrivals, (seen_at + step.think_us, order, step))
 
     release()
@@ -140,11 +101,34 @@ def _run(trace: Trace, stations: Sequence[_Station], gpus: int) -> Replay:
             ended[stations[end[1]].end(now)] = now
             while seen < len(trace.delivered) and trace.delivered[seen][1] in ended:
                 at, id = trace.delivered[seen]
-                seen, seen_at = seen + 1, max(seen_at, ended[id])
+                seen += 1
+                if ended[id] >= seen_at:
+                    seen_at, last = ended[id], id
                 progress.append((at, round(seen_at)))
                 release()
         else:
             break
     wall = max(round(now), round(seen_at) + trace.tail_us)
     progress.append((trace.ended_us, wall))
-    return Replay(gpus, wall, tuple(progress))
+    ran = {id: each for station in stations for id, each in station.ran.items()}
+    if round(now) > round(seen_at) + trace.tail_us:  # a result that nobody asked for came last of all
+        last = max(ended, key=lambda id: ended[id])
+    return Replay(gpus, wall, tuple(progress), tuple(_legs(trace, ran, because, last, wall)))
+
+
+def _legs(trace: Trace, ran: Mapping[str, Ran], because: Mapping[str, str], last: str, wall: int) -> list[Leg]:
+    """From the end backwards: each call's result, and the one that it had waited for."""
+    kinds = {step.id: step.kind for step in trace.steps}
+    legs = [Leg("", "end", wall - (round(ran[last].ended) if last else 0))]
+    while last:
+        before = because[last]
+        began = round(ran[before].ended) if before else 0
+        legs.append(_leg(last, str(kinds[last] or "create"), ran[last], began))
+        last = before
+    return legs[::-1]
+
+
+def _leg(id: str, kind: str, ran: Ran, began: int) -> Leg:
+    arrived, started, ended = round(ran.arrived), round(ran.started), round(ran.ended)
+    built, moved = round(ran.built), round(ran.moved)
+    return Leg(id, kind, arrived - began, started - arrived - built - moved, built, moved, ended - started)

@@ -1,8 +1,8 @@
 """The reports' store: what the head publishes and users read, also after the pool has ended. No head is asked.
 
-A directory per pool: `pool.bin` is the whole, for the pool's account and root; `uid-<UID>.bin` holds one user's own
-jobs and the pool's sums. Files belong to the pool's account, 0600; an ACL lets that one user read theirs, so it is the
-kernel and no filter that keeps users apart.
+A directory per pool: `pool.bin` is the whole, for the pool's account, root and Slurm's operators; `uid-<UID>.bin` holds
+one user's own jobs, those of accounts that the user coordinates, and the pool's sums. Files belong to the pool's account,
+0600; an ACL lets those users read theirs, so it is the kernel and no filter that keeps users apart.
 """
 
 import logging
@@ -12,13 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from plexrl.accounting.acl import let_read
 from plexrl.accounting.ledger import Ledger, read, records_from, repair
-from plexrl.accounting.published import Published, compute, for_user, horizon
+from plexrl.accounting.published import Published, compute, for_reader, horizon
+from plexrl.accounting.readers import Readers, kept
 from plexrl.pool.intervals import read_intervals
 from plexrl.pool.layout import Layout
 from plexrl.types import BadInput, Unavailable
@@ -45,13 +47,20 @@ class Publisher:
     """The writing end, for the account that the pool runs as. folder: the pool's own, made when it is missing.
 
     device_bytes: of one GPU, so that the baseline knows whether trainer and sampler fit beside each other; None: as
-    published before, else they are taken to fit (the smaller baseline).
+    published before, else they are taken to fit (the smaller baseline). pretend: GPUs are cores; None: as before.
     """
 
-    def __init__(self, layout: Layout, folder: str | os.PathLike[str], device_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        folder: str | os.PathLike[str],
+        device_bytes: int | None = None,
+        pretend: bool | None = None,
+    ) -> None:
         self._layout = layout
         self._folder = Path(folder)
         self._device_bytes = device_bytes
+        self._pretend = pretend
         self._read: dict[Path, int] = {}  # ledger file -> bytes looked at for an epoch's end
         self._next_us = 0
         try:
@@ -79,7 +88,7 @@ class Publisher:
             return
         begun = time.monotonic()
         command = [sys.executable, "-I", "-m", "plexrl.accounting.publish", self._layout.root, self._folder]
-        command += [str(now_us), str(self._device_bytes or 0)]
+        command += [str(now_us), str(self._device_bytes or 0), "pretend" if self._pretend else "real"]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
             log.error("the reports were not published: %s", done.stderr.strip()[-2000:])
@@ -109,16 +118,26 @@ class Publisher:
             time.sleep(0.1)
         return max(now_us, time.time_ns() // 1000)
 
-    def write(self, now_us: int) -> Published:
-        """Bring all reports up to date, here and now."""
-        if self._device_bytes is None:
+    def write(self, now_us: int, readers: Readers | None = None) -> Published:
+        """Bring all reports up to date, here and now. readers: who sees more than own jobs; None: as before."""
+        if self._device_bytes is None or self._pretend is None:
             before = _load(self._folder / _WHOLE, frozenset((os.geteuid(), 0)))
-            self._device_bytes = before.device_bytes if before else None
+            if before is not None:
+                self._device_bytes = self._device_bytes or before.device_bytes
+                self._pretend = before.pretend if self._pretend is None else self._pretend
+        readers = kept(self._folder) if readers is None else readers
         records, intervals = read(self._layout.ledger), read_intervals(self._layout.agents)
-        whole = compute(records, intervals, now_us, self._device_bytes)
-        self._write(_WHOLE, whole, None)
-        for uid in sorted({job.uid for job in whole.jobs}):
-            self._write(f"uid-{uid}.bin", for_user(whole, uid), uid)
+        whole = compute(records, intervals, now_us, self._device_bytes, bool(self._pretend))
+        self._write(_WHOLE, whole, readers.operators)
+        coordinated = {
+            uid: accounts & {job.account for job in whole.jobs} for uid, accounts in readers.coordinated.items()
+        }
+        seen = {job.uid for job in whole.jobs} | {uid for uid, accounts in coordinated.items() if accounts}
+        for uid in sorted(seen):
+            self._write(_name(uid), for_reader(whole, uid, coordinated.get(uid, ())), {uid})
+        for path in self._folder.glob("uid-*.bin"):  # of who coordinates no more
+            if path.name not in map(_name, seen):
+                path.unlink()
         return whole
 
     def repair(self) -> None:
@@ -133,12 +152,11 @@ class Publisher:
             self.repair()
             self.write(now_us)
 
-    def _write(self, name: str, published: Published, uid: int | None) -> None:
+    def _write(self, name: str, published: Published, uids: Collection[int]) -> None:
         fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=self._folder)
         try:
             with os.fdopen(fd, "wb") as file:
-                if uid is not None:
-                    let_read(fd, uid, str(self._folder))
+                let_read(fd, uids, str(self._folder))
                 file.write(_MAGIC + _encode(published))
             os.rename(temporary, self._folder / name)
         except BaseException:
@@ -154,12 +172,12 @@ class Store:
         self._trusted = frozenset((owner_uid, 0))
 
     def read(self) -> Published:
-        """The whole where this process may read it, else the part of its user.
+        """The whole where this process may read it, else the part of its user and the accounts that it coordinates.
 
         Raises Unavailable when nothing was published that it may read, BadInput for a file that is not believed.
         """
         uid = os.geteuid()
-        for name in (_WHOLE, f"uid-{uid}.bin"):
+        for name in (_WHOLE, _name(uid)):
             try:
                 found = _load(self._folder / name, self._trusted)
             except PermissionError:
@@ -170,6 +188,10 @@ class Store:
             f"{self._folder} has no report that uid {uid} may read",
             "A pool publishes one to each user whose job has attached to it, within a minute",
         )
+
+
+def _name(uid: int) -> str:
+    return f"uid-{uid}.bin"
 
 
 def _load(path: Path, trusted: frozenset[int]) -> Published | None:

@@ -4,15 +4,16 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
-from plexrl.types import Role, SpanClass
+from plexrl.types import CallKind, Role, SpanClass
 from plexrl.types import records as r
 
 
 class Step(Struct):
-    """A call, or the creation of a model.
+    """A call, or the creation of a model, which has no kind.
 
     seen: how many results the job had been given before it submitted this. think_us: from the last of them (or, with
-    none, from the job's attachment) to the submission, outages of the head left out. service_us: recorded CPU time.
+    none, from the job's attachment) to the submission, outages of the head left out. tokens: drawn by all sequences of
+    a sample, else worked on. ran_us: as recorded, without the state that the call moved itself.
     """
 
     id: str
@@ -20,7 +21,11 @@ class Step(Struct):
     seen: int
     think_us: int
     accepted_us: int
-    service_us: int = 0
+    kind: CallKind | None = None
+    prompt_tokens: int = 0
+    sequences: int = 1
+    tokens: int = 0
+    ran_us: int = 0
     ended: bool = False
 
 
@@ -28,7 +33,7 @@ class Need(Struct):
     """What a dedicated run would have to hold of one worker group.
 
     gangs: replicas that the job really used. build_us: what building it took. switch_us: mean time to bring it onto its
-    gang and off it again. device_bytes: per GPU.
+    gang and off it again. device_bytes: per GPU. base: the model's name.
     """
 
     group: str
@@ -38,6 +43,7 @@ class Need(Struct):
     build_us: int
     switch_us: int
     device_bytes: int
+    base: str = ""
 
     @property
     def gpus(self) -> int:
@@ -112,11 +118,17 @@ class _Reader:
                 self._step(record.job, f"{record.model}:0", record.group, record.now_us)
             case r.CallAccepted():
                 self._deliver(record.after, record.now_us)
-                self._step(record.call.job, record.call.id, record.call.group, record.now_us)
+                call = record.call
+                step = self._step(call.job, call.id, call.group, record.now_us)
+                if step is not None:
+                    step.kind, step.prompt_tokens = call.kind, call.prompt_tokens
+                    step.sequences, step.tokens = call.sequences, call.units
             case r.CallEnded() if record.id in self._steps:
                 trace, step = self._steps[record.id]
-                step.service_us, step.ended = record.cpu_us, True
+                step.ended = True
                 if record.gang:
+                    step.ran_us = max(0, record.wall_us - record.moved_us)
+                    step.tokens = worked(step.kind, record.units or step.tokens, step.prompt_tokens, step.sequences)
                     trace.calls += 1
                     trace.waited_us += max(0, record.now_us - step.accepted_us - record.wall_us)
                     self._used.setdefault((trace.job, step.group), set()).add(record.gang)
@@ -132,12 +144,14 @@ class _Reader:
                 self._moves.setdefault((record.gang, record.incoming), []).append(us)
         self._last_us = max(self._last_us, record.now_us)
 
-    def _step(self, job: str, id: str, group: str, now_us: int) -> None:
+    def _step(self, job: str, id: str, group: str, now_us: int) -> Step | None:
         trace = self._jobs.get(job)
         if trace and group in self._placed and id not in self._steps:
             step = Step(id, group, len(trace.delivered), self._think(trace, now_us), now_us)
             trace.steps.append(step)
             self._steps[id] = trace, step
+            return step
+        return None
 
     def _deliver(self, id: str, now_us: int) -> None:
         """Once; also when only a later call tells of it, because the record itself was lost with a head."""
@@ -174,7 +188,13 @@ class _Reader:
             build_us=max((end - start for start, end in builds), default=0),
             switch_us=sum(_mean([us for part in way for us in part]) for way in moves),
             device_bytes=placed.spec.device_bytes,
+            base=placed.base,
         )
+
+
+def worked(kind: CallKind | None, units: int, prompt_tokens: int, sequences: int) -> int:
+    """Of the tokens that an engine counted, those that a sample drew (one a sequence at least), or all."""
+    return max(sequences, units - prompt_tokens) if kind is CallKind.SAMPLE else units
 
 
 def _mean(values: list[int]) -> int:

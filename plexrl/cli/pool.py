@@ -274,7 +274,7 @@ def head(
     job, start_us = _allocation(allocated_us)
     layout = Layout(config.state_dir)
     layout.make()
-    publisher = Publisher(layout, reports_of(registry, name), config.device.bytes)
+    publisher = Publisher(layout, reports_of(registry, name), config.device.bytes, config.device.kind == "cpu")
     _patiently(publisher.repair)
     ledger = Ledger(layout.ledger)
     life = _lifecycle(books)
