@@ -12,6 +12,7 @@ from plexrl.sim import trace as t
 from plexrl.types import BadInput, Call, SpanClass
 from plexrl.types import records as r
 
+
 def export(
     records: Sequence[r.Record],
     *,

@@ -16,6 +16,7 @@ import typer
 from plexrl.accounting.figures import figures
 from plexrl.accounting.published import Published
 from plexrl.accounting.store import Publisher, Store, reports_of
+from plexrl.accounting.window import window
 from plexrl.cli.books import trusted
 from plexrl.pool.layout import Layout
 from plexrl.slurm.adapter import AccountingRow
@@ -25,7 +26,7 @@ from plexrl.wire.registry import Declared, Registry
 
 app = typer.Typer(add_completion=False)
 
-_AGO = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
 
 
 @app.command()
@@ -53,13 +54,12 @@ def report(
     Works while the pool runs and after it has ended. You see your own jobs beside the sums of the whole pool; root and
     the pool's account see all jobs.
     """
-    begin = None if since is None else _since(since)
     books = trusted(registry, pool_uids)
     declared = books.declared(pool or _only(books))
     folder = reports_of(registry, declared.name)
     _catch_up(declared, folder)
     published = Store(folder, declared.owner_uid).read()
-    found = figures(published, begin, user, _sacct(published))
+    found = figures(published, window(since), user, _sacct(published))
     if html is not None:
         from plexrl.accounting.page import page
 

@@ -5,7 +5,7 @@ import msgspec
 from plexrl.accounting.charges import MINUTE_US
 from plexrl.accounting.figures import figures
 from plexrl.accounting.moves import Moves, moves
-from plexrl.accounting.published import compute, for_user
+from plexrl.accounting.published import compute, for_reader
 from plexrl.accounting.sweep import held, segments, spans
 from plexrl.accounting.words import Unit, moved_words, size
 from plexrl.types import Moved, Role
@@ -79,7 +79,7 @@ def test_nothing_moved_is_no_minute_and_the_sums_stand_with_or_without():
     assert told["moved"]["hidden_gpu_seconds"] == 4 and told["switch_gpu_seconds"] == 4
     parts = sum(told[name] for name in ("charged_gpu_seconds", "overhead_gpu_seconds", "unattributed_gpu_seconds"))
     assert parts == told["pool_gpu_seconds"]
-    assert figures(for_user(whole, 1001))["moved"] == told["moved"]
+    assert figures(for_reader(whole, 1001))["moved"] == told["moved"]
     later = figures(whole, since_us=made.us(60))
     assert later["moved"]["bytes_in"] == 0 and later["switch_gpu_seconds"] == 2
     words = moved_words(told, Unit(90))

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from plexrl.accounting.figures import figures
-from plexrl.accounting.published import compute, for_user
+from plexrl.accounting.published import compute, for_reader
 from plexrl.types import BadInput, SpanClass
 from plexrl.types import records as r
 from tests.unit.accounting.scene import S
@@ -79,7 +79,7 @@ def test_saved_is_dedicated_less_the_pool_also_below_zero(scene):
 
 def test_a_user_gets_own_jobs_and_sums_that_name_nobody(scene):
     whole = published(scene)
-    mine = for_user(whole, 1001)
+    mine = for_reader(whole, 1001)
     raw = msgspec.msgpack.encode(mine)
     for foreign in (b"bob", b"bio", b"12.0"):
         assert foreign not in raw

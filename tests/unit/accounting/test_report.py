@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from plexrl.accounting.figures import figures
 from plexrl.accounting.overlap import stall_overlap, switch_totals
 from plexrl.accounting.page import page
-from plexrl.accounting.published import Bar, compute, for_user
+from plexrl.accounting.published import Bar, compute, for_reader
 from plexrl.accounting.store import Ledger, Publisher, reports_of
 from plexrl.accounting.table import render
 from plexrl.accounting.timeline import coarse, liveliest
@@ -107,7 +107,7 @@ def test_the_page_needs_nothing_else(scene):
 
 
 def test_a_users_page_names_nobody_else(scene):
-    mine = for_user(whole(scene), 1001)
+    mine = for_reader(whole(scene), 1001)
     html = page(figures(mine), mine)
     assert "ada" in html and "bob" not in html and "other jobs" in html
 
