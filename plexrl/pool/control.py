@@ -20,10 +20,15 @@ class Control(Struct, frozen=True, kw_only=True):
 
 def write_control(path: Path, control: Control) -> None:
     """Replace the file at once, 0600."""
+    replace(path, msgspec.json.encode(control))
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file that nobody ever sees half, 0600."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(control))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

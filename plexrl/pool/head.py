@@ -24,6 +24,7 @@ from plexrl.pool.control import Control, keys_of, write_control
 from plexrl.pool.core import Core
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.door import Door, Gateway
+from plexrl.pool.governor import Governor
 from plexrl.pool.groups import Groups
 from plexrl.pool.harden import harden
 from plexrl.pool.journal import Journal, epochs, replay
@@ -78,7 +79,14 @@ class Head:
         self._publish = publish
         self._admit_jobs = admit_jobs or (lambda up: None)
         self._layout = Layout(config.state_dir)
-        self._core = Core(config, Book(), self._layout, ledger)
+        self._usage = Usage()
+
+        def take(record: records.Record) -> None:
+            ledger(record)
+            if isinstance(record, records.SpanClosed):
+                self._usage.add(record.span, self._core.book)
+
+        self._core = Core(config, Book(), self._layout, take)
         self._profiles = Profiles(self._core)
         self._groups = Groups(self._core, self._profiles)
         self._turns = Turns(self._core, self._groups)
@@ -86,11 +94,11 @@ class Head:
         self._api = Api(self._core, self._groups, self._turns, self._deployments)
         self._make_admission = admission
         self._gateway = gateway
-        self._usage = Usage()
         self._stop = asyncio.Event()
         self._reception = Reception(self._core, self._groups, self._turns, self._deployments, self._api, self._stop)
         self._failure = ""
         self._failed = asyncio.Event()
+        self._governor: Governor | None = None
 
     async def run(self) -> int:
         """Serve until told to stop. Exit code 0 in order, 75 when another head should be tried."""
@@ -100,6 +108,7 @@ class Head:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._governor and self._governor.reload())
         self._layout.make()
         self._layout.sweep()
         adopt = self._remember()
@@ -117,7 +126,7 @@ class Head:
             stop = asyncio.create_task(self._stop.wait())
             parts = self._groups, self._turns, self._deployments, self._profiles, self._admission
             upkeep = Upkeep(self._core, *parts, self._end_job, self._publish)
-            always = upkeep.watch(), upkeep.account(lambda: self._live.state)
+            always = upkeep.watch(), upkeep.account(lambda: self._live.state), self._governor.watch()
             tasks = [*map(asyncio.create_task, always), stop]
             for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0] - {stop}:
                 log.error("the head cannot go on", exc_info=task.exception())
@@ -169,7 +178,10 @@ class Head:
         self._door = Door(core, self._api, self._gateway, self._admission, self._name)
         self._door.on_attached = self._turns.enroll
         self._door.on_bye = self._bye
-        private = self._registry.declared(self._name).kind == "private"
+        declared = self._registry.declared(self._name)
+        parts = core, self._api, self._turns, self._admission, self._usage
+        self._governor = self._door.governor = Governor(*parts, declared.config, self._end_job)
+        private = declared.kind == "private"
         address = f"ipc://{self._layout.run}/door.sock" if private else f"tcp://{self._config.interface}:0"
         outer = self._door.open(context, address, server)
         self._live = Live(

@@ -21,14 +21,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def keep(head: Sequence[str], agent: Sequence[str]) -> int:
-    """Run both until SIGINT or SIGTERM, which drain the pool, or until the head ends. The head's exit code."""
-    stop = asyncio.Event()
+    """Run both until SIGINT or SIGTERM, which drain the pool, or until the head ends. The head's exit code.
+
+    SIGHUP goes on to the head: it reads plexrl.yaml again.
+    """
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
+    running: dict[str, asyncio.subprocess.Process] = {}
+    loop.add_signal_handler(signal.SIGHUP, lambda: _hang_up(running.get("head")))
     end_agent = asyncio.Event()
     # An agent takes SIGTERM for the end of its allocation, and waits for what the head has to say about that.
-    agents = asyncio.create_task(_keep("agent", agent, end_agent, signal.SIGINT))
-    heads = asyncio.create_task(_keep("head", head, stop, signal.SIGTERM))
+    agents = asyncio.create_task(_keep("agent", agent, end_agent, signal.SIGINT, running))
+    heads = asyncio.create_task(_keep("head", head, stop, signal.SIGTERM, running))
     await asyncio.wait([agents, heads], return_when=asyncio.FIRST_COMPLETED)
     stop.set()  # an agent that cannot be kept ends the pool
     code = await heads
@@ -36,11 +41,24 @@ async def keep(head: Sequence[str], agent: Sequence[str]) -> int:
     return code or await agents
 
 
-async def _keep(name: str, command: Sequence[str], stop: asyncio.Event, end: signal.Signals) -> int:
+def _hang_up(child: asyncio.subprocess.Process | None) -> None:
+    if child is not None and child.returncode is None:
+        child.send_signal(signal.SIGHUP)
+
+
+async def _keep(
+    name: str,
+    command: Sequence[str],
+    stop: asyncio.Event,
+    end: signal.Signals,
+    running: dict[str, asyncio.subprocess.Process],
+) -> int:
+    """running: by name, the process that is there now."""
     falls = 0
     while True:
         began = time.monotonic()
         child = await asyncio.create_subprocess_exec(*command, start_new_session=True, preexec_fn=_end_with_parent)
+        running[name] = child
         ended, told = asyncio.create_task(child.wait()), asyncio.create_task(stop.wait())
         await asyncio.wait([ended, told], return_when=asyncio.FIRST_COMPLETED)
         told.cancel()

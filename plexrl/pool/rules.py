@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 
 from plexrl.config import PoolConfig, Standing
+from plexrl.pool.bounds import bounds_of
 from plexrl.scheduler import Policy, Scheduler
+from plexrl.slurm.adapter import Association
+from plexrl.slurm.tree import shares_of
 from plexrl.types import BadInput, GpuRole, JobClass, Tenant, records
 
 
@@ -44,10 +47,24 @@ def scheduler_of(config: PoolConfig, gpus: Iterable[str]) -> Scheduler:
     )
 
 
-def set_shares(config: PoolConfig, scheduler: Scheduler, now_us: int) -> None:
-    """Give the accounts and users that the file names their shares."""
-    for account, part in config.shares.items():
-        scheduler.set_share(now_us, account, part.shares, part.users)
+def set_shares(
+    config: PoolConfig, scheduler: Scheduler, now_us: int, associations: Iterable[Association] | None = None
+) -> None:
+    """Give accounts and users their shares: the file's, or Slurm's where the file says so and they are known by now.
+
+    Who has been named before and is no more has 1 again.
+    """
+    if config.shares_from == "slurm":
+        if associations is None:
+            return
+        told = shares_of(associations)
+    else:
+        told = {account: (part.shares, part.users) for account, part in config.shares.items()}
+    for account in scheduler.shares.accounts():
+        if account not in told:
+            scheduler.set_share(now_us, account, 1.0, {})
+    for account, (shares, users) in told.items():
+        scheduler.set_share(now_us, account, shares, users)
 
 
 def roles_of(config: PoolConfig, gpus: Iterable[str]) -> dict[str, GpuRole]:
@@ -69,13 +86,19 @@ def roles_of(config: PoolConfig, gpus: Iterable[str]) -> dict[str, GpuRole]:
 
 
 def tenant_of(config: PoolConfig, attached: records.JobAttached) -> Tenant:
-    """Who a job is: its account and user are Slurm's, its class what the file says of the account."""
+    """Who a job is: account and user are Slurm's; its class what the file says of its user, its QOS or its account."""
     standing = config.tenants.get(attached.account, Standing())
+    rules = [bound.rule for bound in bounds_of(config, attached)]
+
+    def first(name: str) -> object:
+        told = (getattr(rule, name) for rule in rules)
+        return next((value for value in told if value is not None), getattr(standing, name))
+
     return Tenant(
         job=attached.job,
         account=attached.account,
         user=attached.user,
-        kind=JobClass(standing.kind),
-        priority=standing.priority,
-        deadline_us=standing.deadline_us,
+        kind=JobClass(first("kind")),
+        priority=first("priority"),
+        deadline_us=first("deadline_us"),
     )

@@ -22,3 +22,7 @@ class Budget:
     def take(self, now: int) -> None:
         """One was used."""
         self._taken.append(now)
+
+    def resize(self, per_hour: int) -> None:
+        """Another number from now on; the newest that were taken count."""
+        self._taken = deque(self._taken, maxlen=per_hour)

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, ldexp
+from typing import NamedTuple
 
 from plexrl.types import BadInput
 
+HOUR_US = 3_600_000_000
 LEAST = 0.125  # ours: below it a job of a heavy user would wait until the starvation bound decides alone
 _LIMIT = 256  # half-lives until weights are scaled down again: 2^256 is far from a float's end
 
@@ -30,6 +32,24 @@ class _Node:
         """Times a power of two: no digit is lost. What is less than a microsecond now is nothing."""
         usage = ldexp(self.usage, exponent)
         self.usage = usage if usage >= 1 else 0.0
+
+
+class Standing(NamedTuple):
+    """Where a user stands. shares, account_shares: raw. part: of the pool, by shares. usage_us: GPU-microseconds.
+
+    used: the part of all usage. factor, level: as of `Shares`; next_factor: after one more GPU hour.
+    """
+
+    account: str
+    user: str
+    account_shares: float
+    shares: float
+    part: float
+    usage_us: float
+    used: float
+    factor: float
+    next_factor: float
+    level: tuple[float, float]
 
 
 class Shares:
@@ -81,15 +101,20 @@ class Shares:
         U + (U of the account - U) * S / S of all siblings (Slurm's documentation, classic fair-share). Nobody has a
         usage while the whole tree's has decayed to less than a microsecond.
         """
-        tree = self._root
-        node = tree.member(account)
+        node = self._root.member(account)
         member = node.member(user)
+        weight = 2.0 ** self._age(now)
+        return self._factor(node, member, weight, 0.0)
+
+    def _factor(self, node: _Node, member: _Node, weight: float, more: float) -> float:
+        """more: usage of the member that is not booked. weight: of a microsecond now."""
+        tree = self._root
         if not node.shares or not member.shares:
             return LEAST
-        if tree.usage * 2.0 ** -self._age(now) < 1:
+        if (tree.usage + more) / weight < 1:
             return 1.0
         part = member.shares / node.all_shares
-        effective = (member.usage + (node.usage - member.usage) * part) / tree.usage
+        effective = (member.usage + more + (node.usage - member.usage) * part) / (tree.usage + more)
         return max(LEAST, 2.0 ** (-effective * tree.all_shares / (part * node.shares)))
 
     def level(self, now: int, account: str, user: str) -> tuple[float, float]:
@@ -101,6 +126,43 @@ class Shares:
         self._age(now)
         node = self._root.member(account)
         return _level(node, self._root), _level(node.member(user), node)
+
+    def accounts(self) -> list[str]:
+        """Those that take part."""
+        return list(self._root.members)
+
+    def tree(self, now: int) -> list[Standing]:
+        """Every user of every account, in their order."""
+        weight, tree = 2.0 ** self._age(now), self._root
+        found = []
+        for account, node in sorted(tree.members.items()):
+            for user, member in sorted(node.members.items()):
+                whole = node.all_shares * tree.all_shares
+                found.append(
+                    Standing(
+                        account=account,
+                        user=user,
+                        account_shares=node.shares,
+                        shares=member.shares,
+                        part=member.shares * node.shares / whole if whole else 0.0,
+                        usage_us=member.usage / weight,
+                        used=member.usage / tree.usage if tree.usage else 0.0,
+                        factor=self._factor(node, member, weight, 0.0),
+                        next_factor=self._factor(node, member, weight, HOUR_US * weight),
+                        level=(_level(node, tree), _level(member, node)),
+                    )
+                )
+        return found
+
+    def set_half_life(self, now: int, half_life_us: int) -> None:
+        """Another half-life from now on; what is booked stays as it has decayed. Raises BadInput."""
+        if half_life_us <= 0:
+            raise BadInput(f"half-life of {half_life_us} us", "Give a time above zero")
+        age = self._age(now)
+        accounts = self._root.members.values()
+        for node in (self._root, *accounts, *(member for each in accounts for member in each.members.values())):
+            node.usage *= 2.0**-age
+        self._half_life_us, self._epoch = half_life_us, self._now
 
     def _age(self, now: int) -> float:
         """Half-lives since the epoch; moves the epoch when they are many."""
