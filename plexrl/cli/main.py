@@ -24,6 +24,7 @@ GROUPS = {
     "report": (USERS, "GPU hours charged, what dedicated runs would have held, and the difference."),
     "pool": (ADMINS, "Declare, start, watch, drain and stop pools."),
     "trace": (ADMINS, "Write what a pool recorded as a workload for plexrl simulate."),
+    "doctor": (ADMINS, "What is installed, which engines can run here, whether they agree."),
     "config": (ADMINS, "Check a plexrl.yaml, show it with its defaults, compare two."),
     "model": (ADMINS, "Make model folders that a pool can serve."),
     "simulate": (EVERYBODY, "Jobs on a simulated cluster, under the scheduler of the live pool."),
