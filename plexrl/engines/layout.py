@@ -171,6 +171,13 @@ def state_buckets(weights: list[Spec], parts: Buckets | None = None) -> Buckets:
         "grads": weights,
         "moment1": weights,
         "moment2": weights,
+        **state_ends(),
+    }
+
+
+def state_ends() -> Buckets:
+    """What every training state has beside tensors of the weights' kind, whatever engine it is of."""
+    return {
         "steps": [("step", (), "float32")],
         "rng": [("generator", (RNG_BYTES,), "uint8")],
         "header": [("header", (HEADER_BYTES,), "uint8")],

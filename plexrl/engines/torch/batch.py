@@ -87,6 +87,12 @@ def plan(lengths: list[int], world: int, budget: int) -> list[list[list[int]]]:
     return [batches + [[]] * (most - len(batches)) for batches in plans]
 
 
+def stub(batch: Batch) -> Datum:
+    """One token that the loss does not depend on: for a rank that has nothing to do while others have."""
+    inputs = dict.fromkeys(batch.data[0].inputs, np.zeros((1, 1), np.float32))
+    return Datum(np.zeros(1, np.int64), np.zeros((1, 1), np.int64), inputs, (1,))
+
+
 def output(batch: Batch, logprobs: list[np.ndarray], loss: float) -> bytes:
     """logprobs: float32 (n, k) per datum, in request order. One record per run of equally shaped targets."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from plexrl.engines.torch import adam, files, header
+from plexrl.engines.torch import files, header
+from plexrl.engines.torch.form import OPTIMIZER, Form, Held, weight_buckets
 from plexrl.engines.torch.home import Home, slices
 from plexrl.engines.torch.lora import Shape, peft_config
-from plexrl.memory.manifest import Manifest
+from plexrl.engines.torch.pieces import Pieces
 from plexrl.memory.resident import CLEAN, DIRTY, ZERO, BucketState, ResidentState
 from plexrl.types import BadInput, Residency, Slab
 
+OPTIMIZER_FILE = "optimizer.safetensors"
 _MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -26,46 +26,12 @@ _MODEL_FILES = (
 )
 
 
-OPTIMIZER = ("moment1", "moment2", "steps")
-"""What only an optimizer step and a saved state need."""
-
-
-def weight_buckets(layout: Manifest) -> tuple[str, ...]:
-    """The buckets that hold the weights, in their order: one, or one per stage."""
-    return tuple(bucket.name for bucket in layout.buckets if bucket.name.partition(".")[0] == "weights")
-
-
-class Bound:
-    """The tensors at one place for one shape of state: views, made once. The module's parameters are among them."""
-
-    def __init__(self, layout: Manifest, place: Tensor, dtype: torch.dtype) -> None:
-        found = layout.views(place)
-        flat = slices(layout, place)
-        # The weights' buckets are the first ones, side by side.
-        stages = weight_buckets(layout)
-        self.views = {name: views for name, views in found.items() if name not in (*stages, "header")}
-        self.views["weights"] = {name: tensor for stage in stages for name, tensor in found[stage].items()}
-        self.weights = place[layout.buckets[0].offset :][: sum(len(flat[stage]) for stage in stages)]
-        self.grads = flat["grads"].view(dtype)
-        self.adam = adam.Adam(
-            self.weights.view(dtype),
-            self.grads,
-            flat["moment1"].view(dtype),
-            flat["moment2"].view(dtype),
-            self.views["steps"]["step"],
-        )
-
-    def optimizer(self) -> dict[str, Tensor]:
-        """What a saved optimizer holds, by name."""
-        tensors = {f"{part}.{name}": t for part in ("moment1", "moment2") for name, t in self.views[part].items()}
-        return tensors | {"step": self.views["steps"]["step"], "rng": self.views["rng"]["generator"]}
-
-
 class Deployment:
     """One model's training state and where it is. shape None: full parameters."""
 
-    def __init__(self, shape: Shape | None, state: ResidentState, memory: Tensor, slab: Slab) -> None:
+    def __init__(self, form: Form, shape: Shape | None, state: ResidentState, memory: Tensor, slab: Slab) -> None:
         """memory: the bytes of its slab."""
+        self.form = form
         self.shape = shape
         self.state = state
         self.slab = slab
@@ -129,44 +95,39 @@ class Deployment:
         self.state.rehome(memory)
         self._memory, self.slab = memory, slab
 
-    def at_home(self, dtype: torch.dtype) -> Bound:
+    def at_home(self) -> Held:
         """The tensors in the host slab. They are the state only while it is on the host."""
-        return Bound(self.state.host, self._memory, dtype)
+        return self.form.at_home(self.state.host, self._memory, self.shape)
 
-    def stored(self, bound: Bound, folder: Path, optimizer: bool) -> Iterator[tuple[Path, dict[str, Tensor]]]:
-        """The files of a saved state, and the tensors that they are of."""
-        yield (
-            folder / ("model.safetensors" if self.shape is None else "adapter_model.safetensors"),
-            bound.views["weights"],
-        )
-        if optimizer:
-            yield folder / "optimizer.safetensors", bound.optimizer()
+    def stored(self, held: Held, optimizer: bool) -> list[tuple[str, Pieces]]:
+        """The files of a saved state by name, and what this rank has of their tensors."""
+        name = "model.safetensors" if self.shape is None else "adapter_model.safetensors"
+        return [(name, held.pieces("weights"))] + ([(OPTIMIZER_FILE, held.stepping())] if optimizer else [])
 
-    def write(self, home: Home, bound: Bound, work: Path, optimizer: bool) -> None:
-        """Fill a folder with the state, so that transformers or peft can load it too."""
-        for path, tensors in self.stored(bound, work, optimizer):
-            files.write_tensors(path, tensors, {"format": "pt"})
+    def complete(self, home: Home, work: Path) -> None:
+        """Put beside the weights in a folder what transformers or peft want to load them."""
         if self.shape is None:
             files.copy_files(home.spec.model_dir, work, _MODEL_FILES)
         else:
             config = peft_config(self.shape, home.arch, home.spec.model_dir)
             (work / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
-    def clear_grads(self, bound: Bound) -> None:
+    def clear_grads(self, held: Held) -> None:
         """Gradients to zero, where the state is."""
         if not self.on_device or self.state.present("grads"):
-            bound.grads.zero_()
+            held.clear("grads")
         self.state.mark("grads", ZERO)
 
-    def loaded(self, bound: Bound, optimizer: bool) -> None:
-        """Weights (and optimizer) were written where the state is: the rest starts at zero."""
+    def loaded(self, held: Held, optimizer: bool, read: set[str]) -> None:
+        """Weights (and of the optimizer these names) were written where the state is: the rest starts at zero."""
         written = DIRTY if self.on_device else CLEAN
+        held.renew(read)
         self.mark("weights", written)
-        for name in OPTIMIZER:
-            if not optimizer and (not self.on_device or self.state.present(name)):
-                for tensor in bound.views[name].values():
-                    tensor.zero_()
-            self.state.mark(name, written if optimizer else ZERO)
+        for name in self.form.optimizer:
+            kept = optimizer or name not in OPTIMIZER
+            if not kept and (not self.on_device or self.state.present(name)):
+                held.clear(name)
+            self.state.mark(name, written if kept else ZERO)
         if optimizer:
             self.state.mark("rng", written)
-        self.clear_grads(bound)
+        self.clear_grads(held)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -40,11 +41,11 @@ class Gang:
     """Collectives of the gang. A gang of one needs no group and no file. Tensors only: nothing is pickled."""
 
     def __init__(self, rank: int, world: int, rendezvous: str, interface: str) -> None:
-        """See process_group, meeting."""
+        """See process_group, meeting. store: where the ranks meet; None for a gang of one."""
         self.rank = rank
         self.world = world
-        self._store = meeting(rendezvous, world) if world > 1 else None
-        self._group = process_group(rank, world, self._store, interface) if world > 1 else None
+        self.store = meeting(rendezvous, world) if world > 1 else None
+        self._group = process_group(rank, world, self.store, interface) if world > 1 else None
         self._fast: dist.ProcessGroup | None = None
 
     def use(self, where: torch.device) -> None:
@@ -57,7 +58,7 @@ class Gang:
         if self.apart(_gpu_name(where)):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
-            store = dist.PrefixStore("nccl", self._store)
+            store = dist.PrefixStore("nccl", self.store)
             self._fast = dist.ProcessGroupNCCL(store, self.rank, self.world, options)
             # Connect now: what its buffers take belongs to what the process keeps, which is measured next.
             one = torch.ones(1, device=where)
@@ -105,13 +106,23 @@ class Gang:
         for rank in range(1, self.world):
             self._group.recv([parts[rank]], rank, 0).wait()
 
+    def gather(self, part: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Every rank's part, on every rank. counts: elements of each; 1-D, of one dtype."""
+        if self._group is None:
+            return [part]
+        mine = torch.zeros(max(counts), dtype=part.dtype)
+        mine[: part.numel()] = part.detach()
+        parts = [torch.empty_like(mine) for _ in counts]
+        self._group.allgather([parts], [mine]).wait()
+        return [found[:count] for found, count in zip(parts, counts, strict=True)]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.any(False)
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = self._fast = self._store = None
+        self._group = self._fast = self.store = None
 
 
 def _gpu_name(where: torch.device) -> str:

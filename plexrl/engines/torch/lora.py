@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from plexrl.engines.layout import PEFT_PREFIX, Architecture, adapted
 from plexrl.engines.torch.model import parameter_over
+from plexrl.engines.torch.pieces import Pieces
 
 # The client sends no alpha, and Tinker's own is not public: 32 for every rank is ours (scaling 32 / rank).
 ALPHA = 32
@@ -53,7 +54,7 @@ class Adapters:
         self._model = model
         self._arch = arch
         self._selector = Selector()
-        self._known: set[str] = set()
+        self._known: dict[str, dict[str, nn.Parameter]] = {}
 
     def use(self, slot: int | None, shape: Shape | None = None) -> None:
         """Adapt by what lies in the slot; None: the plain base."""
@@ -61,11 +62,12 @@ class Adapters:
 
     def ensure(
         self, slot: int, shape: Shape, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Make the modules of (slot, shape) over these views, once. With grads they train."""
+    ) -> dict[str, nn.Parameter]:
+        """Make the modules of (slot, shape) over these views, once: their parameters. With grads they train."""
         name = _name(slot, shape)
         if name in self._known:
-            return
+            return self._known[name]
+        made: dict[str, nn.Parameter] = {}
         targets = adapted(self._arch, shape.attn, shape.mlp, shape.unembed)
         config = LoraConfig(r=shape.rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(targets), bias="none")
         with warnings.catch_warnings():
@@ -79,20 +81,22 @@ class Adapters:
                 raise TypeError(f"peft made no LoRA layer of {path}")
             for part in ("lora_A", "lora_B"):
                 key = f"{PEFT_PREFIX}{path}.{part}.weight"
-                getattr(layer, part)[name].weight = parameter_over(weights[key], grads[key] if grads else None)
+                made[key] = parameter_over(weights[key], grads[key] if grads else None)
+                getattr(layer, part)[name].weight = made[key]
             layer.forward = MethodType(_forward(self._selector), layer)
-        self._known.add(name)
+        self._known[name] = made
+        return made
 
 
-def initialise(weights: Mapping[str, Tensor], seed: int) -> torch.Generator:
+def initialise(pieces: Pieces, seed: int) -> torch.Generator:
     """A as peft draws it (kaiming uniform with a = sqrt 5: bound 1/sqrt(in)), B zero. Returns the used generator."""
     generator = torch.Generator().manual_seed(seed % 2**63)
-    for name, tensor in weights.items():
+    for name, piece in pieces.items():
         if name.endswith(".lora_A.weight"):
-            bound = 1 / math.sqrt(tensor.shape[1])
-            tensor.uniform_(-bound, bound, generator=generator)
+            bound = 1 / math.sqrt(piece.shape[1])
+            piece.take(torch.empty(piece.shape).uniform_(-bound, bound, generator=generator))
         else:
-            tensor.zero_()
+            piece.values.zero_()
     return generator
 
 

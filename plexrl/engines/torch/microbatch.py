@@ -11,9 +11,14 @@ from plexrl.engines.torch import batch, losses
 from plexrl.engines.torch.model import backbone, head
 
 
-def forward(model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], train: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], train: bool, graph: bool = False
+) -> tuple[Tensor, Tensor]:
     """The loss of these data of a request (a scalar, with a graph if any gradient flows), and the logprobs of all their
-    targets, in their order."""
+    targets, in their order.
+
+    graph: with train, there is a graph even where no gradient flows, the same one as ever.
+    """
     where = model.device
     longest = max(len(d.tokens) for d in data)
     tokens = torch.zeros(len(data), longest, dtype=torch.int64)
@@ -30,9 +35,12 @@ def forward(model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], 
     tokens, real, targets = tokens.to(where), real.to(where), targets.to(where)
     inputs = {name: tensor.to(where) for name, tensor in inputs.items()}
     need = losses.counted(work.loss, inputs, work.settings)
-    with torch.set_grad_enabled(train and bool(need.any())):
+    rows_needed = need
+    if graph and not need.any():
+        rows_needed = torch.arange(len(need), device=where) == 0
+    with torch.set_grad_enabled(train and bool(rows_needed.any())):
         hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state[real]
-        logprobs = losses.token_logprobs(hidden, head(model), targets, need if train else None)
+        logprobs = losses.token_logprobs(hidden, head(model), targets, rows_needed if train else None)
         value = losses.value(work.loss, logprobs, inputs, work.settings, need, rows)
     width = [d.targets.shape[1] for d in data for _ in d.tokens]
     if len(set(width)) > 1:

@@ -11,7 +11,8 @@ from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec
 from plexrl.engines.torch import heap
 from plexrl.engines.torch.crossing import Crossing, StatePart, Tally, insist
-from plexrl.engines.torch.deployment import Bound, Deployment
+from plexrl.engines.torch.deployment import Deployment
+from plexrl.engines.torch.form import OPTIMIZER, Bound, Form, weight_buckets
 from plexrl.engines.torch.home import Home, Slots, check_size, manifest, slices
 from plexrl.engines.torch.lora import Adapters, Shape, initialise
 from plexrl.engines.torch.model import bind
@@ -53,12 +54,13 @@ class DeploymentPart(StatePart):
 class Residence:
     """One rank's deployments and the device. tally: what is moved from now on beside whole switches."""
 
-    def __init__(self, spec: EngineSpec, home: Home) -> None:
+    def __init__(self, spec: EngineSpec, home: Home, form: Form) -> None:
         """The frozen base, if there is one, is on the device afterwards."""
         self.deployments: dict[str, Deployment] = {}
         self.tally = Tally()
         self._spec = spec
         self._home = home
+        self._form = form
         self._crossing = Crossing(home.device, home.region, home.seat)
         self._bounds: dict[tuple[int | None, Shape | None], Bound] = {}
         self._slots = Slots(spec.lora_slots)
@@ -73,11 +75,10 @@ class Residence:
             bind(home.model, {name: t for views in frozen.views(place).values() for name, t in views.items()})
             self._adapters = Adapters(home.model, home.arch)
         else:
-            parts = layout.staged(home.arch, home.base_specs, "weights")
-            self._full = manifest(layout.state_buckets(home.base_specs, parts))
-            bound = Bound(self._full, place, home.dtype)
-            bind(home.model, bound.views["weights"], bound.views["grads"])
-            self._bounds[None, None] = bound
+            buckets = form.buckets(home.base_specs, layout.staged(home.arch, home.base_specs, "weights"))
+            self._full = manifest(buckets)
+            parts = weight_buckets(self._full)
+            self._bounds[None, None] = form.on_device(self._full, place, None, None, None)
         self._parts = tuple(parts)
         self._stages = Stages(home.model, home.arch, self._bring)
 
@@ -112,15 +113,15 @@ class Residence:
             shape, plan, place = None, self._full, home.model_place()
         else:
             shape = Shape(lora_rank, attn, mlp, unembed)
-            plan, place = manifest(layout.state_buckets(home.adapter_specs(shape))), home.slot(0)
+            plan, place = manifest(self._form.buckets(home.adapter_specs(shape), None)), home.slot(0)
         check_size(f"deployment {deployment!r}", slab, plan.size)
         memory = home.arena.view(slab)
         state = home.resident(plan, place, memory, at=home.model_at if shape is None else home.slot_at(0))
-        made = Deployment(shape, state, memory, slab)
+        made = Deployment(self._form, shape, state, memory, slab)
         if adopt:
             made.adopt()
         else:
-            self._initialise(made, state.host.views(memory), seed)
+            self._initialise(made, state.host.views(memory)["rng"]["generator"], seed)
             made.settled()
         self.deployments[deployment] = made
         if shape is None and self._crossing.on_device:
@@ -169,8 +170,8 @@ class Residence:
         self._pull(target.state, target.buckets("weights", *parts))
         key = (slot, target.shape)
         if key not in self._bounds:
-            bound = self._bounds[key] = Bound(target.state.manifest, self._home.slot(slot), torch.float32)
-            self._adapters.ensure(*key, bound.views["weights"], bound.views["grads"])
+            place = self._home.slot(slot)
+            self._bounds[key] = self._form.on_device(target.state.manifest, place, target.shape, slot, self._adapters)
         self._adapters.use(*key)
         return self._bounds[key]
 
@@ -210,16 +211,23 @@ class Residence:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _initialise(self, made: Deployment, host: dict[str, dict[str, Tensor]], seed: int) -> None:
+    def _initialise(self, made: Deployment, rng: Tensor, seed: int) -> None:
         """An adapter as peft begins, full parameters as the base."""
+        held = made.at_home()
+        pieces = held.pieces("weights")
         if made.shape is None:
-            base = self._home.base()
-            made.at_home(self._home.dtype).weights.copy_(base)
             generator = torch.Generator().manual_seed(seed % 2**63)
+            base = manifest({"frozen": self._home.base_specs}).views(self._home.base())["frozen"]
+            for name, piece in pieces.items():
+                piece.take(base[name])
         else:
-            generator = initialise(host["weights"], seed)
-        host["rng"]["generator"].copy_(generator.get_state())
+            generator = initialise(pieces, seed)
+        rng.copy_(generator.get_state())
+        held.renew(set())
         made.mark("weights", CLEAN)
+        for name in made.form.optimizer:
+            if name not in OPTIMIZER:
+                made.mark(name, CLEAN)
         made.mark("rng", CLEAN)
 
     def _moving(self) -> list[StatePart]:

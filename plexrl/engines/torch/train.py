@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
@@ -12,13 +13,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec, UserError
 from plexrl.engines.torch import adam, batch, files
 from plexrl.engines.torch.crossing import Tally
-from plexrl.engines.torch.deployment import OPTIMIZER, Bound, Deployment
+from plexrl.engines.torch.deployment import OPTIMIZER_FILE, Deployment
+from plexrl.engines.torch.form import OPTIMIZER, Bound, Form, Whole
 from plexrl.engines.torch.gang import Gang
-from plexrl.engines.torch.home import Home, check_size
-from plexrl.engines.torch.microbatch import forward, in_order
+from plexrl.engines.torch.home import Home, check_size, manifest
+from plexrl.engines.torch.microbatch import in_order
+from plexrl.engines.torch.pieces import assembled
 from plexrl.engines.torch.residence import Residence
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import Device
@@ -28,20 +32,33 @@ from plexrl.types import Moved, PlexrlError, Residency, Result, Slab
 
 PROTO = "application/x-protobuf"
 JSON = "application/json"
+SPARE = "master."
+"""Of a saved optimizer: what only some engines keep, and make of the weights where it is not there."""
 T = TypeVar("T")
 
 
 class Trainer:
     """protocol.TrainEngine. Training state lives in manifest buckets only; nothing but activations is allocated."""
 
-    def __init__(self, spec: EngineSpec, device: Device, arena: ArenaMap, seat: Seat | None = None) -> None:
-        """A collective of the gang. Raises BadInput for a model that this engine cannot run."""
+    def __init__(
+        self,
+        spec: EngineSpec,
+        device: Device,
+        arena: ArenaMap,
+        seat: Seat | None = None,
+        form: Callable[[Home, Gang], Form] = Whole,
+    ) -> None:
+        """A collective of the gang. form: how states lie and are stepped.
+
+        Raises BadInput for a model that this engine cannot run.
+        """
         self._spec = spec
         self._gang = Gang(spec.rank, spec.world, spec.rendezvous, spec.interface)
         self._home = home = Home(spec, device, arena, seat)
         self._gang.barrier()  # the rank that fills the base has done so
         self._gang.use(home.where)
-        self._residence = Residence(spec, home)
+        self._form = form(home, self._gang)
+        self._residence = Residence(spec, home, self._form)
         self._deployments = self._residence.deployments
 
     # --- deployments ----------------------------------------------------------------------------------------------
@@ -69,7 +86,7 @@ class Trainer:
     def forward_backward(self, deployment: str, body: bytes, forward_only: bool) -> Generator[None, None, Result]:
         """See protocol.TrainEngine. Raises PlexrlError, gradients as before, when a rank's state does not come in."""
         start, tally = time.process_time_ns(), Tally()
-        target, use = self._residence.find(deployment), self._residence.use
+        target, use, form = self._residence.find(deployment), self._residence.use, self._form
         work = batch.parse(body, self._home.vocabulary, self._spec.max_context)
         plans = batch.plan([len(d.tokens) for d in work.data], self._spec.world, self._spec.micro_batch_tokens)
         mine = plans[self._spec.rank]
@@ -85,23 +102,26 @@ class Trainer:
                 yield
             start, self._residence.tally = time.process_time_ns(), tally
             try:
+                if failure is None and form.together:
+                    self._enter(target, not forward_only)
                 if failure is None and not forward_only and not touched:
                     bound = use(target)
                     if target.state.state("grads") is not ZERO:
                         before = use(target, "grads").grads.clone()
                     touched = True
-                if failure is None and members:
-                    use(target)
-                    data = [work.data[i] for i in members]
-                    value, logprobs = forward(self._home.model, work, data, not forward_only)
-                    parts[self._spec.rank][filled : filled + logprobs.numel()] = logprobs.detach().reshape(-1)
-                    filled += logprobs.numel()
-                    bad = bad or not math.isfinite(value.item())
-                    if value.requires_grad and not bad:
+                if failure is None and (members or form.in_step):
+                    bound = use(target)
+                    data = [work.data[i] for i in members] or [batch.stub(work)]
+                    value, logprobs = bound.forward(work, data, not forward_only)
+                    if members:
+                        parts[self._spec.rank][filled : filled + logprobs.numel()] = logprobs.detach().reshape(-1)
+                        filled += logprobs.numel()
+                        bad = bad or not math.isfinite(value.item())
+                        loss += value.item()
+                    if value.requires_grad and (form.in_step or not bad):
                         use(target, "grads")
                         target.state.mark("grads", DIRTY)
-                        value.backward()
-                    loss += value.item()
+                        bound.backward(value)
             except PlexrlError as error:
                 failure = error  # the other ranks are told when all are through
             used += time.process_time_ns() - start
@@ -134,13 +154,13 @@ class Trainer:
         start = time.process_time_ns()
         target = self._residence.find(deployment)
         params = adam.parse(body)
-        bound, tally = self._use(target, "weights", "grads", *OPTIMIZER)
-        self._gang.sum(bound.grads)
-        norm = bound.adam.step(params)
+        bound, tally = self._use(target, "weights", "grads", *self._form.optimizer)
+        bound.ready()
+        norm = bound.step(params, self._gang)
         if not math.isfinite(norm):
             target.clear_grads(bound)
             raise UserError("the gradients are not finite; they are dropped and nothing was changed")
-        for name in ("weights", *OPTIMIZER):
+        for name in ("weights", *self._form.optimizer):
             target.mark(name, DIRTY)
         target.state.mark("grads", ZERO)
         answer = json.dumps({"metrics": {"grad_norm": norm}}).encode()
@@ -154,9 +174,9 @@ class Trainer:
         )
 
     def save(self, deployment: str, folder: Path, optimizer: bool) -> Moved:
-        """See protocol.TrainEngine. Rank 0 writes: the replicas are equal. Gradients are not part of a saved state."""
+        """See protocol.TrainEngine. Rank 0 writes. Gradients are not part of a saved state."""
         target = self._residence.find(deployment)
-        bound, tally = self._use(target, "weights", *((*OPTIMIZER, "rng") if optimizer else ()))
+        bound, tally = self._use(target, "weights", *self._beside(optimizer))
         self._write(target, bound, folder, optimizer)
         return tally.moved
 
@@ -166,24 +186,26 @@ class Trainer:
         tally = Tally()
         if target.state.residency is Residency.HOST:
             # A deployment is made from a saved state whoever has the device just then.
-            bound = target.at_home(self._home.dtype if target.shape is None else torch.float32)
+            held = target.at_home()
         else:
-            bound, tally = self._use(target, "weights", *((*OPTIMIZER, "rng") if optimizer else ()))
-        stored = dict(target.stored(bound, folder, optimizer))
+            held, tally = self._use(target, "weights", *self._beside(optimizer, loading=True))
+        stored = [(folder / name, pieces) for name, pieces in target.stored(held, optimizer)]
+        read: set[str] = set()
 
         def check() -> None:
             target.check(deployment)
-            for path, tensors in stored.items():
-                files.check_tensors(path, tensors)
+            for path, pieces in stored:
+                spare, converts = (SPARE, True) if path.name == OPTIMIZER_FILE else ("", False)
+                files.check_tensors(path, pieces, spare, converts)
 
-        def read() -> None:
-            for path, tensors in stored.items():
-                files.read_tensors(path, tensors)
+        def fill() -> None:
+            for path, pieces in stored:
+                read.update(files.read_tensors(path, pieces))
 
         self._together(check, f"load {folder}")
         target.away()
-        self._together(read, f"load {folder}")
-        target.loaded(bound, optimizer)
+        self._together(fill, f"load {folder}")
+        target.loaded(held, optimizer, read)
         if not target.on_device:
             target.settled()
         return tally.moved
@@ -192,10 +214,7 @@ class Trainer:
         """See protocol.TrainEngine. slab None: another rank of this node packs it."""
         target = self._residence.find(deployment)
         bound, tally = self._use(target, "weights")
-        if slab is not None:
-            check_size(f"a version of {deployment!r}", slab, bound.weights.numel())
-            self._home.arena.view(slab).copy_(bound.weights)
-            self._home.arena.drop(slab, readonly=False)
+        self._pack(target, bound, deployment, slab)
         if folder is not None:
             self._write(target, bound, folder, optimizer=False)
         return tally.moved
@@ -232,10 +251,20 @@ class Trainer:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _enter(self, target: Deployment, train: bool) -> None:
+        """Have a deployment on the device of every rank, or raise on all, before they compute together."""
+        parts = ("weights", "grads") if train else ("weights",)
+        self._together(lambda: self._residence.use(target, *parts), "bring its state onto its device").ready()
+
+    def _beside(self, optimizer: bool, loading: bool = False) -> tuple[str, ...]:
+        """What is saved beside the weights; loading: or follows from them."""
+        extra = tuple(name for name in self._form.optimizer if name not in OPTIMIZER) if loading else ()
+        return (*self._form.optimizer, "rng") if optimizer else extra
+
     def _use(self, target: Deployment, *parts: str) -> tuple[Bound, Tally]:
         """Residence.use by all ranks, none named: all parts. It fails on all or on none. And what was moved for it."""
         self._residence.tally = tally = Tally()
-        wanted = parts or ("weights", "grads", *OPTIMIZER, "rng")
+        wanted = parts or ("weights", "grads", *self._form.optimizer, "rng")
         return self._together(lambda: self._residence.use(target, *wanted), "bring its state onto its device"), tally
 
     def _restore(self, target: Deployment, bound: Bound, before: Tensor | None) -> None:
@@ -246,12 +275,40 @@ class Trainer:
             bound.grads.copy_(before)
             target.state.mark("grads", DIRTY)
 
-    def _write(self, target: Deployment, bound: Bound, folder: Path, optimizer: bool) -> None:
-        def write() -> None:
-            with files.replacing(folder) as work:
-                target.write(self._home, bound, work, optimizer)
+    def _pack(self, target: Deployment, bound: Bound, deployment: str, slab: Slab | None) -> None:
+        """The weights into a snapshot slab; without one, this rank's part of them to the ranks that have one."""
+        arena, shape = self._home.arena, target.shape
+        specs = self._home.base_specs if shape is None else self._home.adapter_specs(shape)
+        if slab is not None:
+            check_size(f"a version of {deployment!r}", slab, layout.packed(specs))
+        if bound.weights is not None:
+            if slab is not None:
+                arena.view(slab).copy_(bound.weights)
+        else:
+            views = {} if slab is None else manifest({"weights": specs}).views(arena.view(slab))["weights"]
+            pieces = bound.pieces("weights")
+            for name, tensor in zip(pieces, assembled(pieces, self._gang), strict=True):
+                if views:
+                    views[name].copy_(tensor)
+        if slab is not None:
+            arena.drop(slab, readonly=False)
 
-        self._together(write if self._spec.rank == 0 else lambda: None, f"save to {folder}")
+    def _write(self, target: Deployment, bound: Bound, folder: Path, optimizer: bool) -> None:
+        stored = target.stored(bound, optimizer)
+        streams = [assembled(pieces, self._gang) for _, pieces in stored]
+
+        def write() -> None:
+            try:
+                if self._spec.rank == 0:
+                    with files.replacing(folder) as work:
+                        for (name, pieces), tensors in zip(stored, streams, strict=True):
+                            files.write_tensors(work / name, pieces, tensors, {"format": "pt"})
+                        target.complete(self._home, work)
+            finally:
+                for tensors in streams:
+                    deque(tensors, maxlen=0)  # whatever failed here, the other ranks give their parts
+
+        self._together(write, f"save to {folder}")
 
     def _together(self, action: Callable[[], T], what: str) -> T:
         """Do it on every rank; when it fails on one it fails on all."""
