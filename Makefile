@@ -2,6 +2,8 @@
 
 PYTHON    ?= python3
 PLACEMENT ?= pack
+ENGINE    ?= torch
+TRAINER   ?= torch
 VENV      := .venv
 BIN       := $(VENV)/bin
 MODEL     := .cache/models/smollm2-135m
@@ -31,10 +33,10 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 $(MODEL)/config.json: | $(VENV)/.ready
 	$(BIN)/plexrl model smollm2 $(MODEL)
 
-demo: setup $(MODEL)/config.json ## two RL jobs of two users share two pretend GPUs on a real Slurm; PLACEMENT=isolated for the same apart
+demo: setup $(MODEL)/config.json ## two RL jobs of two users share two pretend GPUs on a real Slurm; PLACEMENT=isolated, ENGINE=vllm, TRAINER=deepspeed
 	@$(BIN)/python scripts/system_packages.py
 	@$(MAKE) --no-print-directory -C slurm_plugin
-	$(BIN)/plexrl demo --model $(MODEL) --placement $(PLACEMENT) --out demo-out
+	$(BIN)/plexrl demo --model $(MODEL) --placement $(PLACEMENT) --engine $(ENGINE) --trainer $(TRAINER) --out demo-out
 
 test: setup $(MODEL)/config.json ## all tests, the quick ones first; what needs Slurm is left out loudly where Slurm cannot be had
 	@if $(BIN)/python scripts/system_packages.py; then $(MAKE) --no-print-directory -C slurm_plugin; fi

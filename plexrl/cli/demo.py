@@ -17,9 +17,10 @@ from rich.text import Text
 from plexrl.accounting.ledger import read
 from plexrl.accounting.overlap import stall_overlap, switch_totals
 from plexrl.accounting.words import percent, size
+from plexrl.config.engines import mend_of, missing
 from plexrl.slurm.adapter import JobInfo
 from plexrl.slurm.devcluster import DEFAULT_DIR, Cluster
-from plexrl.types import PlexrlError, Role, SpanClass, Unavailable, records
+from plexrl.types import BadInput, PlexrlError, Role, SpanClass, Unavailable, records
 
 app = typer.Typer(add_completion=False)
 
@@ -38,6 +39,9 @@ class Submission(msgspec.Struct, frozen=True):
     options: tuple[str, ...]
 
 
+# Of each node. vLLM keeps weights in a form of its own, so that there are two copies of the base beside the states.
+HOST = {"torch": "4096MiB", "vllm": "4608MiB"}
+
 # The first computes all the time, in small steps; the second waits for a tool in each of its large ones.
 JOBS = (
     Submission("alice", "grpo_lora", 40, ("--lr", "1e-4")),
@@ -53,11 +57,11 @@ models:
     accounts: [ml, bio]
     max_context: 128
     micro_batch_tokens: 128
-    train: {{gpus: {gpus}}}
-    sample: {{replicas: 1, kv_bytes: 64MiB, max_batch: 32}}
+    train: {{gpus: {gpus}, engine: {trainer}}}
+    sample: {{replicas: 1, engine: {engine}, kv_bytes: 64MiB, max_batch: 32}}
     lora: {{max_rank: 16, slots: 1}}
 device: {{kind: cpu, bytes: 2816MiB, cores: {{n1: [0], n2: [1]}}}}
-host: {{bytes: 4096MiB}}
+host: {{bytes: {host}}}
 limits: {{versions_per_model: 1}}
 scheduler: {{placement: {placement}, anticipation: 20ms, gradient_anticipation: 1s, quantum: 10s, sample_quantum: 10s}}
 service_user: plexrl
@@ -68,9 +72,10 @@ munge_socket: {munge}
 class Demo:
     """One run: the cluster, the pool, the jobs, and what is printed of them."""
 
-    def __init__(self, cluster: Cluster, placement: str, out: Path, steps: int | None):
+    def __init__(self, cluster: Cluster, placement: str, engine: str, trainer: str, out: Path, steps: int | None):
         self._cluster = cluster
         self._placement = placement
+        self._engines = {"engine": engine, "trainer": trainer}
         self._out = out
         self._jobs_of = tuple(msgspec.structs.replace(job, steps=steps or job.steps) for job in JOBS)
         self._state = cluster.pools / POOL
@@ -87,6 +92,7 @@ class Demo:
             self._clear()
             self._declare()
             self._say(f"starting pool {POOL!r} on 2 nodes with 1 GPU each, under the account plexrl")
+            self._say("{engine} samples, {trainer} trains".format(**self._engines))
             self._plexrl("pool", "start", POOL, "--nodes", "2", "--gpus-per-node", "1")
             pool_job = self._live()["slurm_job"]
             for job in self._jobs_of:
@@ -123,6 +129,8 @@ class Demo:
                 path=self._cluster.opt / "models" / MODEL,
                 gpus=2 if shared else 1,
                 placement=self._placement,
+                host=HOST[self._engines["engine"]],
+                **self._engines,
                 munge=self._cluster.munge_socket,
             )
         )
@@ -251,6 +259,7 @@ class Demo:
         ]
         return {
             "placement": self._placement,
+            **self._engines,
             "pool_job": pool_job,
             "jobs": jobs,
             "switches": switches,
@@ -364,6 +373,8 @@ def shortfalls(found: dict, sharing: bool) -> list[str]:
 def demo(
     model: Path = typer.Option(..., metavar="DIR", help="SmolLM2-135M-Instruct, as `plexrl model smollm2` makes it."),
     placement: str = typer.Option("pack", help="pack: both jobs share both GPUs; isolated: each has its own."),
+    engine: str = typer.Option("torch", help="Who samples: torch or vllm."),
+    trainer: str = typer.Option("torch", help="Who trains: torch or deepspeed."),
     out: Path = typer.Option(Path("demo-out"), metavar="DIR", help="Where summary.json and the page go."),
     directory: Path = typer.Option(DEFAULT_DIR, "--dir", metavar="DIR", help="Where the development cluster lives."),
     steps: int | None = typer.Option(None, min=10, help="Steps of each job; default: 40 and 20."),
@@ -375,9 +386,14 @@ def demo(
     """
     if placement not in ("pack", "isolated"):
         raise typer.BadParameter(f"{placement!r} is neither pack nor isolated", param_hint="--placement")
+    for name, value, other in (("--engine", engine, "vllm"), ("--trainer", trainer, "deepspeed")):
+        if value not in ("torch", other):
+            raise typer.BadParameter(f"{value!r} is neither torch nor {other}", param_hint=name)
+        if value == other and (why := missing(other, "cpu")):
+            raise BadInput(why, mend_of(other, "cpu"))
     os.umask(0o022)
-    found = Demo(Cluster(directory), placement, out, steps).run(model)
-    missing = shortfalls(found, placement == "pack")
-    for what in missing:
+    found = Demo(Cluster(directory), placement, engine, trainer, out, steps).run(model)
+    short = shortfalls(found, placement == "pack")
+    for what in short:
         print(f"plexrl demo: {what}")
-    raise typer.Exit(1 if missing else 0)
+    raise typer.Exit(1 if short else 0)

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 
-from plexrl.cli.demo import CONFIG, JOBS, MODEL, shortfalls
+from plexrl.cli.demo import CONFIG, HOST, JOBS, MODEL, shortfalls
 from plexrl.config import load
+from plexrl.config.engines import missing
+from plexrl.types import Role
 
 GOOD = {
     "jobs": [
@@ -21,12 +23,19 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(("placement", "gpus"), [("pack", 2), ("isolated", 1)])
-def test_its_configuration_is_valid(tmp_path, tiny_model, placement, gpus):
+@pytest.mark.parametrize(
+    ("placement", "gpus", "engine", "trainer"),
+    [("pack", 2, "torch", "torch"), ("isolated", 1, "torch", "torch"), ("pack", 2, "vllm", "deepspeed")],
+)
+def test_its_configuration_is_valid(tmp_path, tiny_model, placement, gpus, engine, trainer):
     path = tmp_path / "demo.yaml"
     where = {"state": tmp_path / "state", "path": tiny_model, "munge": tmp_path / "munge.socket"}
-    path.write_text(CONFIG.format(what="a test", model=MODEL, gpus=gpus, placement=placement, **where))
+    engines = {"engine": engine, "trainer": trainer, "host": HOST[engine]}
+    path.write_text(CONFIG.format(what="a test", model=MODEL, gpus=gpus, placement=placement, **engines, **where))
+    if any(engine != "torch" and missing(engine, "cpu") for engine in (engine, trainer)):
+        pytest.skip("an extra is not installed here")
     config = load(path)
+    assert [config.models[MODEL].engine_of(role) for role in Role] == [trainer, engine]
     assert config.models[MODEL].train.gpus == gpus
     assert config.scheduler.placement == placement
     assert (config.device.core("n1", 0), config.device.core("n2", 0)) == (0, 1)
