@@ -51,6 +51,18 @@ class Gateway(Protocol):
         ...
 
 
+class Governor(Protocol):
+    """Keeps the pool's policies; both raise ApiError."""
+
+    def hello(self, peer: Peer) -> None:
+        """A job wants to attach."""
+        ...
+
+    def command(self, peer: Peer, command: Command) -> None:
+        """A job asks for something."""
+        ...
+
+
 class Door:
     """Admits proxies and answers their requests."""
 
@@ -65,6 +77,7 @@ class Door:
         self._requests: Counter[str] = Counter()
         self._server: Server
         self.on_attached: Callable[[records.JobAttached], None] = lambda attached: None
+        self.governor: Governor | None = None
         self.on_bye: Callable[[Peer], None] = lambda peer: None
 
     def open(self, context: zmq.Context, address: str, keys: Keys) -> str:
@@ -124,6 +137,8 @@ class Door:
             known = core.book.jobs.get(peer.job)
             if known is not None and known.ended:
                 raise BadInput(f"job {peer.job} is over: {known.ended}", "Submit it again")
+            if known is None and self.governor is not None:
+                self.governor.hello(peer)
         except PlexrlError as error:
             log.warning("a hello for job %d was refused: %s", hello.job, error)
             # Slurm or MUNGE that does not answer says nothing about the job: its proxy asks again.
@@ -171,10 +186,12 @@ class Door:
             command = self._gateway.parse(request)
             if isinstance(command, HttpResponse):
                 return command
+            if self.governor is not None:
+                self.governor.command(peer, command)
             return self._gateway.render(command, await self._api.answer(peer, command))
         except ApiError as error:
             consumed = error.consumed
-            if isinstance(command, commands.Train) and error.status == 400:
+            if isinstance(command, commands.Train) and error.status in (400, 403):
                 consumed = (command.model, command.seq)
             if consumed is not None:
                 self._api.consume(peer, *consumed)
