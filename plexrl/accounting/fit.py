@@ -1,8 +1,8 @@
-"""How long calls take alone on their gang, fitted to what was recorded: the model of `scheduler.costs`, by worker group.
+"""How long calls take alone on their gang, fitted to what was recorded: `scheduler.costs`' model, by worker group.
 
-Seconds are those that the gang worked on the call, without what it moved for it and without the time in which others had
-the GPUs. Training calls are observed one by one. Samples overlap, and each one's time depends on the others: what is
-observed there is a *burst*, from the first sample under way to the last, with all the work in it.
+Seconds are those that the gang worked on the call, without what it moved for it and without the time in which others
+had the GPUs. Training calls are observed one by one. Samples overlap, and each one's time depends on the others: what
+is observed there is a *burst*, from the first sample under way to the last, with all the work in it.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ class Fit(Struct, frozen=True, kw_only=True):
     """A worker group's service model. observed: calls or bursts. error: mean |predicted - seen| / seen over them.
 
     other_us: mean time of the kinds of calls that the model has nothing for. served_us, cpu_us: of all its calls, what
-    the gangs worked and what its busiest process computed; on pretend GPUs the ratio tells how contended the cores were.
+    the gangs worked and what the busiest process computed; on pretend GPUs the ratio tells how contended cores were.
     """
 
     group: str

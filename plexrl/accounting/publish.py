@@ -1,5 +1,7 @@
-"""What `Publisher.publish` runs: state_dir, folder of the reports, now in microseconds, bytes of one GPU or 0, and whether
-the GPUs are pretend or real."""
+"""What `Publisher.publish` runs.
+
+Arguments: state_dir, folder of the reports, now in microseconds, bytes of one GPU or 0, `pretend` or `real` GPUs.
+"""
 
 import os
 import sys

@@ -1,6 +1,6 @@
 """What the pool publishes for its reports: closed minutes, jobs, timeline. Whole for admins, cut down for each user."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from msgspec import Struct, field, structs
 
@@ -8,7 +8,7 @@ from plexrl.accounting.basis import Basis, basis
 from plexrl.accounting.busy import Busy
 from plexrl.accounting.causes import causes
 from plexrl.accounting.charges import MINUTE_US, Minute, charge
-from plexrl.accounting.fit import fits
+from plexrl.accounting.fit import Fit, fits
 from plexrl.accounting.moves import Moves, moves
 from plexrl.accounting.overlap import switch_totals
 from plexrl.accounting.replay import Replay, colocated, separate
@@ -120,16 +120,12 @@ def compute(
     holding = held(intervals, until)
     laid = segments(spans(records, until), holding)
     charges = charge(laid, holding)
-    told = [record for record in records if record.now_us <= until]
-    models = fits(told, Busy(told))
     jobs = []
-    heard = max((record.now_us for record in records), default=until)
-    for trace in traces(told, min(until, heard)).values():
-        together, apart = colocated(trace, device_bytes, models), separate(trace, models)
-        dedicated, split = per_minute(together), per_minute(apart)
+    for trace, together, apart, models in dedicated(records, until, device_bytes):
+        alone, split = per_minute(together), per_minute(apart)
         charged = charges.jobs.get(trace.job, {})
-        minutes = sorted(charged.keys() | dedicated.keys() | split.keys())
-        rows = [(at, *charged.get(at, (0, 0, 0)), dedicated.get(at, 0), split.get(at, 0)) for at in minutes]
+        minutes = sorted(charged.keys() | alone.keys() | split.keys())
+        rows = [(at, *charged.get(at, (0, 0, 0)), alone.get(at, 0), split.get(at, 0)) for at in minutes]
         for at, *_, mine, mine_split in rows:
             minute = charges.minute(at)
             minute.dedicated_us += mine
@@ -153,8 +149,19 @@ def compute(
         device_bytes=device_bytes,
         moves=moves(records, laid, until),
         pretend=pretend,
-        switches=switch_totals(told)[0],
+        switches=switch_totals(record for record in records if record.now_us <= until)[0],
     )
+
+
+def dedicated(
+    records: Sequence[r.Record], until: int, device_bytes: int | None
+) -> Iterator[tuple[Trace, Replay, Replay, dict[str, Fit]]]:
+    """Every job that attached, with its two baselines, colocated and split, and the models behind them."""
+    told = [record for record in records if record.now_us <= until]
+    models = fits(told, Busy(told))
+    heard = max((record.now_us for record in records), default=until)
+    for trace in traces(told, min(until, heard)).values():
+        yield trace, colocated(trace, device_bytes, models), separate(trace, models), models
 
 
 def _job(

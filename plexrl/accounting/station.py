@@ -82,9 +82,9 @@ class _Gang:
 
 
 class Station:
-    """Groups on the same GPUs exclude one another, first come first served; samples that come for the group at work join
-    it while nobody else waits. The first call of a group waits for its build; fits: whether all lie beside one another
-    in memory, else each hand-over costs the measured time to move the one in and the other out."""
+    """Groups on the same GPUs exclude one another, first come first served; samples that come for the group at work
+    join it while nobody else waits. The first call of a group waits for its build; fits: whether all lie beside one
+    another in memory, else each hand-over costs the measured time to move the one in and the other out."""
 
     def __init__(self, needs: Sequence[Need], fits: bool, models: Mapping[str, Fit]) -> None:
         self._needs = {need.group: need for need in needs}

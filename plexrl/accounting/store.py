@@ -1,8 +1,8 @@
 """The reports' store: what the head publishes and users read, also after the pool has ended. No head is asked.
 
 A directory per pool: `pool.bin` is the whole, for the pool's account, root and Slurm's operators; `uid-<UID>.bin` holds
-one user's own jobs, those of accounts that the user coordinates, and the pool's sums. Files belong to the pool's account,
-0600; an ACL lets those users read theirs, so it is the kernel and no filter that keeps users apart.
+one user's own jobs, those of accounts that the user coordinates, and the pool's sums. Files belong to the pool's
+account, 0600; an ACL lets those users read theirs, so it is the kernel and no filter that keeps users apart.
 """
 
 import logging

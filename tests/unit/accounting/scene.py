@@ -33,8 +33,9 @@ class Scene:
     def add(self, record, at, /, **fields):
         self.records.append(record(now_us=self.us(at), **fields))
 
-    def attach(self, at, job, uid=1001, user="ada", account="ml"):
-        self.add(r.JobAttached, at, job=job, slurm_job=int(job.split(".")[0]), uid=uid, user=user, account=account)
+    def attach(self, at, job, uid=1001, user="ada", account="ml", **more):
+        slurm_job = int(job.split(".")[0])
+        self.add(r.JobAttached, at, job=job, slurm_job=slurm_job, uid=uid, user=user, account=account, **more)
 
     def place(self, at, group, role, gang_size=1, replicas=1, owner="", device_bytes=100):
         gangs = []
@@ -66,12 +67,13 @@ class Scene:
             group=group,
         )
 
-    def call(self, at, job, id, group, kind=CallKind.SAMPLE, after="", uid=1001):
-        call = Call(id=id, kind=kind, group=group, deployment="d", job=job, units=10)
+    def call(self, at, job, id, group, kind=CallKind.SAMPLE, after="", uid=1001, **fields):
+        call = Call(id=id, kind=kind, group=group, deployment="d", job=job, units=10, **fields)
         self.add(r.CallAccepted, at, call=call, uid=uid, digest="x", work={"path": "secret"}, body=b"", after=after)
 
-    def end(self, at, job, id, cpu, gang, delivered=None):
-        self.add(r.CallEnded, at, id=id, ok=True, cpu_us=round(cpu * S), wall_us=round(cpu * S), units=10, gang=gang)
+    def end(self, at, job, id, cpu, gang, delivered=None, units=10, wall=None):
+        wall_us = round((cpu if wall is None else wall) * S)
+        self.add(r.CallEnded, at, id=id, ok=True, cpu_us=round(cpu * S), wall_us=wall_us, units=units, gang=gang)
         if delivered is not False:
             self.add(r.Delivered, at if delivered is None else delivered, id=id, job=job)
 

@@ -7,6 +7,7 @@ import pytest
 
 from plexrl.accounting.figures import figures
 from plexrl.accounting.published import compute, for_reader
+from plexrl.accounting.window import Window
 from plexrl.types import BadInput, SpanClass
 from plexrl.types import records as r
 from tests.unit.accounting.scene import S
@@ -54,7 +55,7 @@ def test_the_sums_of_a_pool(scene):
         },
         abs=1e-6,
     )
-    assert found["confidence"] == "estimated"
+    assert found["confidence"] == "replayed" and found["fit_error"] == 0
     assert not found["running"]
     assert [job["charged"] for job in found["jobs"]] == [80, 80]
     assert [(job["slurm_id"], job["user"], job["account"]) for job in found["jobs"]] == [
@@ -95,12 +96,12 @@ def test_a_user_gets_own_jobs_and_sums_that_name_nobody(scene):
 
 def test_since_counts_from_its_minute_on(scene):
     whole = published(scene)
-    late = figures(whole, since_us=scene.us(70), rows=[row(scene, 2, 0, END)])
+    late = figures(whole, Window(scene.us(60)), rows=[row(scene, 2, 0, END)])
     assert late["pool_gpu_seconds"] == late["sacct_gpu_seconds"] == 2 * (END - 60)
-    early = figures(whole, since_us=scene.us(-1000))
+    early = figures(whole, Window(scene.us(-1000)))
     assert early["dedicated_gpu_seconds"] == figures(whole)["dedicated_gpu_seconds"] > late["dedicated_gpu_seconds"] > 0
     with pytest.raises(BadInput, match="later"):
-        figures(whole, since_us=scene.us(500))
+        figures(whole, Window(scene.us(500)))
 
 
 def test_while_a_head_runs_the_report_ends_with_its_last_closed_spans(scene):

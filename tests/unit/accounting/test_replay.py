@@ -3,18 +3,31 @@
 import pytest
 from msgspec.structs import replace
 
+from plexrl.accounting.fit import Fit
 from plexrl.accounting.replay import colocated, separate
 from plexrl.accounting.trace import traces
+from plexrl.scheduler.costs import ServiceModel
 from plexrl.types import CallKind, Role
 from tests.unit.accounting.scene import S, Scene
 
 TRAIN, SAMPLE = CallKind.FORWARD_BACKWARD, CallKind.SAMPLE
 
 
-def rl_job(stretch=1.0, samples=4):
-    """Two steps: a burst of samples (2 s of CPU each, 2 replicas), 3 s of thought, one training call of 5 s on 2 GPUs.
+def model(group, **service):
+    return Fit(group=group, calls=1, observed=1, service=ServiceModel(**service), error=0.0)
 
-    stretch: how much slower the shared run was; the CPU seconds are the same.
+
+# The scene's calls have ten tokens: 5 s a training call; 2 s a sample, and as much more for each beside it.
+MODELS = {
+    "t": model("t", train_us_per_token=S / 2),
+    "s": model("s", decode_us_per_sequence=S / 5),
+}
+
+
+def rl_job(stretch=1.0, samples=4):
+    """Two steps: a burst of samples on 2 replicas, 3 s of thought, one training call on 2 GPUs.
+
+    stretch: how much slower the shared run was.
     """
     scene = Scene()
     scene.attach(10, "11.0")
@@ -40,9 +53,13 @@ def rl_job(stretch=1.0, samples=4):
     return scene, at
 
 
-def replays(scene, until, device_bytes=1000):
+def replays(scene, until, device_bytes=1000, models=MODELS):
     trace = traces(scene.records, scene.us(until))["11.0"]
-    return colocated(trace, device_bytes), separate(trace)
+    both = colocated(trace, device_bytes, models), separate(trace, models)
+    for replay in both:
+        assert sum(leg.us for leg in replay.legs) == replay.wall_us
+        assert all(part >= 0 for leg in replay.legs for part in (leg.think_us, leg.wait_us, leg.run_us))
+    return both
 
 
 def test_alone_the_job_takes_its_work_and_its_thought():
@@ -64,7 +81,7 @@ def test_one_sample_alone_uses_one_replica():
     scene, end = rl_job(samples=1)
     (trace,) = traces(scene.records, scene.us(end)).values()
     assert trace.needs["s"].gangs == 1
-    assert colocated(trace, 1000).wall_us == (2 + 2 * (2 + 3 + 5 + 1)) * S
+    assert colocated(trace, 1000, MODELS).wall_us == (2 + 2 * (2 + 3 + 5 + 1)) * S
 
 
 def test_building_counts_once_and_beside_each_other_when_apart():
@@ -113,7 +130,9 @@ def test_training_and_samples_exclude_each_other_only_where_colocated():
     scene.end(30, "11.0", "a", cpu=6, gang="t/0")
     scene.end(31, "11.0", "b", cpu=4, gang="s/0")
     scene.job_ended(31, "11.0")
-    both = replays(scene, 31)
+    both = replays(
+        scene, 31, models={"t": model("t", train_us_per_token=0.6 * S), "s": model("s", decode_base_us=0.4 * S)}
+    )
     assert [replay.wall_us for replay in both] == [(1 + 10) * S, (1 + 6) * S]
     assert [replay.gpus for replay in both] == [1, 2]
 
@@ -124,7 +143,7 @@ def test_calls_that_have_not_ended_do_not_count():
     trace = traces(scene.records, scene.us(30))["11.0"]
     assert trace.running
     assert all(step.ended for step in trace.steps)
-    replay = colocated(trace, 1000)
+    replay = colocated(trace, 1000, MODELS)
     assert replay.wall_us <= 20 * S
     assert replay.progress[-1] == (scene.us(30), replay.wall_us)
 
@@ -134,3 +153,41 @@ def test_a_job_that_called_nothing_would_have_held_nothing():
     scene.attach(10, "11.0")
     scene.job_ended(30, "11.0")
     assert [replay.gpu_us for replay in replays(scene, 31)] == [0, 0]
+
+
+def test_samples_that_ran_together_are_cheaper_than_one_by_one():
+    """What the shared pool bunched, the replay takes apart: it goes by the tokens, not by the recorded seconds."""
+    models = {"t": MODELS["t"], "s": model("s", decode_base_us=0.18 * S, decode_us_per_sequence=0.02 * S)}
+    scene, end = rl_job()
+    # two samples on each replica: ten steps of 0.18 + 2 * 0.02 s
+    assert replays(scene, end, models=models)[0].wall_us == (1 + 1 + 2 * (2.2 + 3 + 5 + 1)) * S
+
+
+def test_reading_a_prompt_keeps_those_waiting_that_draw():
+    scene = Scene()
+    scene.attach(0, "11.0")
+    scene.place(0, "s", Role.SAMPLE, owner="11.0")
+    for number, at in enumerate((1, 2)):
+        scene.call(at, "11.0", f"s:{number}", "s", SAMPLE, prompt_tokens=100)
+    for number in range(2):
+        scene.end(20, "11.0", f"s:{number}", cpu=1, gang="s/0", units=110)
+    scene.job_ended(20, "11.0")
+    models = {"s": model("s", prefill_us_per_token=S / 100, decode_base_us=S / 10)}
+    # the first is read by 2 and draws 0 tokens; the second is read by 3; both draw ten until 4
+    assert replays(scene, 20, models=models)[0].wall_us == 4 * S
+
+
+def test_a_group_without_a_model_takes_what_was_recorded():
+    scene, end = rl_job()
+    assert replays(scene, end, models={})[0].wall_us == (1 + 1 + 2 * (2 * 2 + 3 + 5 + 1)) * S
+
+
+def test_the_legs_name_what_the_wall_time_consists_of():
+    scene, end = rl_job()
+    for gpu in scene.gpus:
+        scene.span(gpu, 11, 13, "switch", "t/0", j11_0=1)
+    legs = replays(scene, end)[0].legs
+    assert [leg.kind for leg in legs] == ["create", "sample", "forward_backward", "sample", "forward_backward", "end"]
+    assert legs[0].build_us == 2 * S and legs[0].think_us == S
+    assert [leg.run_us // S for leg in legs[1:5]] == [4, 5, 4, 5]
+    assert legs[2].think_us == 3 * S and legs[-1].think_us == S

@@ -61,7 +61,7 @@ def test_the_terminal_says_what_matters(scene):
     console = Console(width=80, record=True, file=open("/dev/null", "w"))
     console.print(render(figures(whole(scene)), own_only=True))
     text = console.export_text()
-    for word in ("Pool lab", "(estimated)", "charged to jobs", "saved: colocated - pool", "ada", "bob", "stretch"):
+    for word in ("Pool lab", "(replayed)", "charged to jobs", "saved: colocated - pool", "ada", "bob", "stretch"):
         assert word in text
     assert "Slurm's own accounting was not there" in re.sub(r"\s+", " ", text)
     assert "\u2026" not in text  # nothing is cut off at 80 columns
@@ -103,7 +103,7 @@ def test_the_page_needs_nothing_else(scene):
     assert tags.seen.count("svg") >= 4
     for css in ('class="c0 full"', 'class="c1 full"', 'class="c0 kept"', 'class="hatch"', 'class="idle"'):
         assert css in html
-    assert "estimated" in html
+    assert "replayed" in html
 
 
 def test_a_users_page_names_nobody_else(scene):

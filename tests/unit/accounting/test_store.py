@@ -220,10 +220,10 @@ def test_without_acls_it_warns_and_only_the_account_reads(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "setxattr", none)
     with open(tmp_path / "x", "wb") as file, pytest.warns(acl.NoAcl, match="without POSIX ACLs"):
-        acl.let_read(file.fileno(), os.geteuid() + 1, "here")
+        acl.let_read(file.fileno(), {os.geteuid() + 1}, "here")
     with open(tmp_path / "x", "wb") as file, warnings.catch_warnings():
         warnings.simplefilter("error")
-        acl.let_read(file.fileno(), os.geteuid(), "here")
+        acl.let_read(file.fileno(), {os.geteuid()}, "here")
 
 
 def test_a_report_that_the_pool_did_not_write_is_not_believed(layout, scene, tmp_path):
