@@ -22,11 +22,12 @@ def find(published: Published, name: str) -> Job:
 
 
 def chain(
-    records: Sequence[r.Record], intervals: Sequence[r.AgentInterval], now_us: int, published: Published, job: Job
+    records: Sequence[r.Record], intervals: Sequence[r.AgentInterval], published: Published, job: Job
 ) -> Sequence[Leg]:
     """The whole chain of the colocated baseline, again from what the report was made of."""
-    until, _ = horizon(records, intervals, now_us)
-    found = dedicated(records, until, published.device_bytes)
+    told = [record for record in records if record.now_us <= published.now_us]
+    until, _ = horizon(told, intervals, published.now_us)
+    found = dedicated(told, until, published.device_bytes)
     return next(together.legs for trace, together, _, _ in found if trace.job == job.job)
 
 

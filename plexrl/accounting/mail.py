@@ -3,19 +3,22 @@
 from collections.abc import Sequence
 from textwrap import wrap
 
-from plexrl.accounting.words import Unit, clock, percent, saved_words
+from plexrl.accounting.words import Unit, clock, percent, saved_words, sure_words
 
 _WIDTH = 72
 
 
-def message(found: dict, accounts: Sequence[dict], period: str, own_only: bool) -> str:
-    """found: figures() of the period. accounts: rows by account and user. period: 2026-12, or empty for all of it."""
+def message(found: dict, accounts: Sequence[dict], period: str, seen: str) -> str:
+    """found: figures() of the period. accounts: rows by account and user. period: 2026-12, or empty for all of it.
+
+    seen: whose jobs it shows.
+    """
     unit = Unit(max(found["pool_gpu_seconds"], found["dedicated_gpu_seconds"]))
     # Minus signs stay ASCII: mail that is not declared as UTF-8 is read as something else.
-    return "\n".join(_lines(found, accounts, period, own_only, unit)).replace("\u2212", "-") + "\n"
+    return "\n".join(_lines(found, accounts, period, seen, unit)).replace("\u2212", "-") + "\n"
 
 
-def _lines(found: dict, accounts: Sequence[dict], period: str, own_only: bool, unit: Unit) -> list[str]:
+def _lines(found: dict, accounts: Sequence[dict], period: str, seen: str, unit: Unit) -> list[str]:
     when = period or f"{clock(found['from'])[:10]} to {clock(found['until'])[:10]}"
     lines = [f"Subject: Pool {found['pool']}, {when}: {unit(found['charged_gpu_seconds'])} {unit.name} charged", ""]
     lines += [f"Pool {found['pool']}, {found['gpus']} GPUs, {clock(found['from'])} to {clock(found['until'])}", ""]
@@ -32,7 +35,7 @@ def _lines(found: dict, accounts: Sequence[dict], period: str, own_only: bool, u
         if found[key] is not None:
             lines.append(f"  {name:<34}{unit(found[key]):>14} {unit.name}")
     lines += ["", *wrap(f"Saved: {saved_words(found)}.", _WIDTH)]
-    lines += wrap(_sure(found, unit), _WIDTH)
+    lines += wrap(sure_words(found, unit), _WIDTH)
     busy, switch, kept, idle = (percent(found["shares"][name], 1) for name in ("busy", "switch", "kept", "idle"))
     lines += wrap(f"GPUs: busy {busy}, switching {switch}, kept for a job {kept}, idle {idle}.", _WIDTH)
     if accounts:
@@ -43,16 +46,5 @@ def _lines(found: dict, accounts: Sequence[dict], period: str, own_only: bool, u
         lines += ["", *wrap(f"In {unit.name}. A job's saving is without the pool owner's overhead.", _WIDTH)]
     for note in found["notes"]:
         lines += wrap(f"Note: {note}", _WIDTH)
-    if own_only:
-        lines += wrap("The jobs are those that you may see; the sums are the whole pool's.", _WIDTH)
+    lines += wrap(seen, _WIDTH)
     return lines
-
-
-def _sure(found: dict, unit: Unit) -> str:
-    parts = [
-        f"{unit(part['dedicated_gpu_seconds'])} {unit.name} of it {name}"
-        for name, part in found["by_confidence"].items()
-        if "dedicated_gpu_seconds" in part
-    ]
-    error = "" if found["fit_error"] is None else f"; service models off by {percent(found['fit_error'], 1)} a call"
-    return f"Dedicated runs: {', '.join(parts) or 'none'}{error}."

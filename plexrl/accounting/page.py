@@ -1,9 +1,11 @@
 """The report as one HTML file that needs nothing else: no script, no font, no network."""
 
+from collections.abc import Sequence
 from html import escape
 
 from plexrl.accounting.drawings import savings, waterfall
 from plexrl.accounting.published import Published
+from plexrl.accounting.spread import by_account, stretches
 from plexrl.accounting.style import STYLE, hatch
 from plexrl.accounting.timeline import liveliest, timeline
 from plexrl.accounting.words import (
@@ -16,19 +18,26 @@ from plexrl.accounting.words import (
     percent,
     sacct_words,
     saved_words,
+    seen_words,
+    sure_words,
 )
 
 _COLOURS = 8
 
 
-def page(found: dict, published: Published) -> str:
-    """figures() and what it was made from as an HTML document."""
+def page(found: dict, published: Published, accounts: Sequence[dict] = ()) -> str:
+    """figures() and what it was made from as an HTML document. accounts: rows by account of the jobs that it shows."""
     unit = Unit(max(found["pool_gpu_seconds"], found["dedicated_gpu_seconds"]))
     colours = {job["job"]: f"c{number % _COLOURS}" for number, job in enumerate(found["jobs"])}
     parts = [_head(found), _cards(found, unit)]
     parts.append(_section("Saved", savings(found, unit), _saving_words(found)))
     parts.append(_section("What each GPU did", _timelines(found, published, colours), ""))
     parts.append(_section("Where the GPU time went", waterfall(found, unit, colours), _where_words(found, unit)))
+    if accounts:
+        parts.append(_section("Savings by account", by_account(accounts, unit), _account_words(unit)))
+    told = [job["stretch"] for job in found["jobs"] if job["stretch"] is not None]
+    if told:
+        parts.append(_section("How much longer than alone", stretches(told), _stretch_words(found, len(told))))
     if found["jobs"]:
         parts.append(_section("Jobs", _jobs(found["jobs"], unit, colours), _jobs_words(unit)))
     parts += [_section("Notes", "".join(f"<p>{escape(n)}</p>" for n in found["notes"]), "")] if found["notes"] else []
@@ -88,7 +97,7 @@ def _saving_words(found: dict) -> str:
         words += (
             "Here the pool held more than that: it waited for jobs, or started and ended, for longer than it shared. "
         )
-    return words + f"Confidence: {found['confidence']}."
+    return words + sure_words(found, Unit(max(found["pool_gpu_seconds"], found["dedicated_gpu_seconds"])))
 
 
 def _timelines(found: dict, published: Published, colours: dict[str, str]) -> str:
@@ -140,6 +149,18 @@ def _jobs(jobs: list[dict], unit: Unit, colours: dict[str, str]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
+def _account_words(unit: Unit) -> str:
+    return (
+        f"Dark: charged. Green: what dedicated runs would have held beyond that, in {unit.name}; red: charged beyond "
+        "what they would have held. The pool owner's overhead is no account's, and is not in it."
+    )
+
+
+def _stretch_words(found: dict, jobs: int) -> str:
+    whose = "one job" if jobs == 1 else f"{jobs} jobs"
+    return f"Of {whose}: mean {found['stretch_mean']:.2f}, 95 % within {found['stretch_p95']:.2f}."
+
+
 def _jobs_words(unit: Unit) -> str:
     return (
         f"Charged (switch: a part of it), dedicated and saved in {unit.name}. A job's saved is its dedicated run less "
@@ -152,10 +173,15 @@ def _meaning(found: dict, published: Published) -> str:
     sums = (
         "<p>Charged + overhead + unattributed = what the pool held, by its agents' own clocks; Slurm's accounting is "
         "the second, independent sum. A job pays for busy, switch and what was kept for it; the rest is overhead.</p>"
-        "<p>Estimated means: recorded CPU seconds of every call, replayed in the order in which the calls depended on "
-        "one another, with the time the program thought in between; one build per engine. Colocated, the headline: "
-        "trainer and sampler take turns on the larger of the two. Split: each has its own GPUs. For a program that "
-        "keeps many calls in flight it is a bound.</p>"
+        "<p>A dedicated run is a job's own recorded calls, replayed alone in the order in which they depended on one "
+        "another, with the time that the program thought in between and one build per engine; how long each call takes "
+        "there is told by a model fitted to what calls took. Colocated, the headline: trainer and sampler take turns "
+        "on the larger of the two. Split: each has its own GPUs. For a program that keeps many calls in flight it is a "
+        "bound.</p>"
+        "<p>Replayed: the model predicts the recorded calls well. Estimated: it does not, or the cores were contended. "
+        "Declared: what a script asked for beyond what its job used; it is in no other sum. "
+        "<code>plexrl report --explain JOB</code> prints the arithmetic of one job.</p>"
     )
-    own = "<p>You see your own jobs; the sums are the whole pool's.</p>" if published.uid is not None else ""
+    seen = escape(seen_words(published.uid, published.accounts))
+    own = f"<p>{seen}</p>" if seen else ""
     return f"<section><h2>What the words mean</h2><table class='words'>{''.join(rows)}</table>{sums}{own}</section>"

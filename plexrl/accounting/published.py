@@ -68,7 +68,8 @@ class Published(Struct):
 
     moves: by minute. running: a head was at work. slurm_jobs: the pool's own Slurm jobs. ideal_us: the least that any
     sharing of these jobs could have cost: their busy time, and no less than the largest of the dedicated runs.
-    device_bytes: of a GPU; None where unknown. pretend: GPUs are cores, whose CPU seconds tell of contention.
+    device_bytes: of a GPU; None where unknown. pretend: GPUs are cores, whose CPU seconds tell of contention. now_us:
+    the moment of publication; what was recorded later is not in it.
     """
 
     pool: str
@@ -88,6 +89,7 @@ class Published(Struct):
     accounts: tuple[str, ...] = ()
     pretend: bool = False
     switches: int = 0
+    now_us: int = 0
 
 
 def horizon(records: Sequence[r.Record], intervals: Iterable[r.AgentInterval], now_us: int) -> tuple[int, bool]:
@@ -149,6 +151,7 @@ def compute(
         device_bytes=device_bytes,
         moves=moves(records, laid, until),
         pretend=pretend,
+        now_us=now_us,
         switches=switch_totals(record for record in records if record.now_us <= until)[0],
     )
 

@@ -25,6 +25,7 @@ p.words{margin:10px 0 0}section>p{max-width:80ch;color:var(--dim);font-size:13.5
 svg{display:block;width:100%;height:auto}svg text{fill:var(--text);font-size:13px}
 svg .small{font-size:11.5px;fill:var(--dim)}
 svg .strong{font-weight:650}.tick{stroke:var(--line);stroke-width:1}.lane{fill:var(--lane)}
+.alone{stroke:var(--dim);stroke-dasharray:4 3}code{font-size:12.5px}
 .timeline rect{shape-rendering:crispEdges}.full{opacity:1}.kept{opacity:.3}.hatch{fill:url(#hatch)}
 .idle{fill:var(--idle)}.startup,.drain{fill:url(#dots)}.unknown{fill:none;stroke:var(--bad);stroke-dasharray:3 2}
 .others{fill:var(--others);background:var(--others)}

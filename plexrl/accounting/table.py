@@ -4,7 +4,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plexrl.accounting.words import Unit, clock, duration, minus, moved_words, percent, sacct_words, saved_words
+from plexrl.accounting.words import (
+    Unit,
+    clock,
+    duration,
+    minus,
+    moved_words,
+    percent,
+    sacct_words,
+    saved_words,
+    sure_words,
+)
 from plexrl.types import SpanClass
 
 _STYLE = {
@@ -18,16 +28,17 @@ _STYLE = {
 _BAR = 50
 
 
-def render(found: dict, own_only: bool) -> RenderableType:
-    """figures() as something that rich prints. own_only: the reader sees own jobs only; said at the end."""
+def render(found: dict, seen: str) -> RenderableType:
+    """figures() as something that rich prints. seen: whose jobs the reader sees, said at the end."""
     unit = Unit(max(found["pool_gpu_seconds"], found["dedicated_gpu_seconds"]))
     parts: list[RenderableType] = [_title(found), Text(), _sums(found, unit), Text(), _classes(found)]
     parts.append(Text(moved_words(found, unit), style="dim"))
     if found["jobs"]:
         parts += [Text(), _jobs(found["jobs"], unit)]
+    parts.append(Text(sure_words(found, unit), style="dim"))
     parts += [Text(note, style="yellow") for note in found["notes"]]
-    if own_only:
-        parts.append(Text("Your own jobs; the sums are the whole pool's.", style="dim"))
+    if seen:
+        parts.append(Text(seen, style="dim"))
     return Group(*parts)
 
 
@@ -101,6 +112,6 @@ def _jobs(jobs: list[dict], unit: Unit) -> Table:
     return table
 
 
-def show(found: dict, own_only: bool, console: Console | None = None) -> None:
+def show(found: dict, seen: str, console: Console | None = None) -> None:
     """Print it."""
-    (console or Console()).print(render(found, own_only))
+    (console or Console()).print(render(found, seen))

@@ -93,6 +93,31 @@ def sacct_words(found: dict) -> str:
     return f"{minus(f'{apart:+.1f}')} GPU-s beside charged + overhead, {each} s per GPU"
 
 
+def sure_words(found: dict, unit: Unit) -> str:
+    """What of the dedicated runs each word of confidence stands for, never added up across them."""
+    parts = [
+        f"{unit(part['dedicated_gpu_seconds'])} {unit.name} {name} ({part['jobs']})"
+        for name, part in found["by_confidence"].items()
+        if "dedicated_gpu_seconds" in part
+    ]
+    words = f"Dedicated runs of jobs shown, by confidence (jobs): {', '.join(parts) or 'none'}."
+    if found["fit_error"] is not None:
+        words += f" Service models are off by {percent(found['fit_error'], 1)} a call in the mean."
+    if "declared" in found["by_confidence"]:
+        beyond = found["by_confidence"]["declared"]
+        held = unit(beyond["beyond_use_gpu_seconds"])
+        words += f" Declared beyond use, in no sum: {held} {unit.name} ({beyond['jobs']})."
+    return words
+
+
+def seen_words(uid: int | None, accounts: tuple[str, ...]) -> str:
+    """Whose jobs a report shows; nothing to say of one that shows all."""
+    if uid is None:
+        return ""
+    whose = f"Your own jobs and those of {', '.join(accounts)}" if accounts else "Your own jobs"
+    return f"{whose}; the sums are the whole pool's."
+
+
 def saved_words(found: dict) -> str:
     """The headline."""
     confidence = found["confidence"]

@@ -1,49 +1,53 @@
 """`plexrl report`: what a pool's GPUs went to, and what sharing them saved."""
 
-import contextlib
 import json
-import os
-import re
-import shutil
 import sys
-import time
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-from plexrl.accounting.figures import figures
-from plexrl.accounting.published import Published
-from plexrl.accounting.store import Publisher, Store, reports_of
-from plexrl.accounting.window import window
-from plexrl.cli.books import trusted
-from plexrl.pool.layout import Layout
-from plexrl.slurm.adapter import AccountingRow
-from plexrl.slurm.commands import SlurmCommands
-from plexrl.types import BadInput, PlexrlError
-from plexrl.wire.registry import Declared, Registry
+from plexrl.accounting.explain import chain, explained, find
+from plexrl.accounting.figures import chosen, figures
+from plexrl.accounting.groups import as_csv, parsed, rows
+from plexrl.accounting.mail import message
+from plexrl.accounting.window import Window, window
+from plexrl.accounting.words import seen_words
+from plexrl.cli.reported import Reported, from_file, of_pools
+from plexrl.types import BadInput
 
 app = typer.Typer(add_completion=False)
 
 
-
-
 @app.command()
 def report(
-    pool: str = typer.Option(
-        "", envvar="SLURM_PLEXRL_POOL", metavar="NAME", help="The pool; default: the only one that is declared."
+    pool: list[str] = typer.Option(
+        [], envvar="SLURM_PLEXRL_POOL", metavar="NAME", help="The pool, or several, or `all`; default: the only one."
     ),
     user: str | None = typer.Option(None, metavar="USER", help="Show this user's jobs only; a name or a uid."),
+    account: str | None = typer.Option(None, metavar="NAME", help="Show this account's jobs only."),
     since: str | None = typer.Option(
         None, metavar="TIME", help="Count from here: 2026-11-01, 2026-11-01T08:30, or 90m, 24h, 7d, 2w ago."
     ),
+    until: str | None = typer.Option(None, metavar="TIME", help="Count up to here."),
+    month: str | None = typer.Option(None, metavar="YYYY-MM", help="Count this month."),
+    group_by: str | None = typer.Option(
+        None, metavar="KEY,..", help="Add up by user, account, qos, partition, pool, model, month, job."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, in GPU-seconds."),
+    as_csv_: bool = typer.Option(False, "--csv", help="Print the jobs, or the groups, as CSV, in GPU-seconds."),
     html: Path | None = typer.Option(
-        None, "--html", metavar="FILE", help="Write a page with the timeline of the GPUs."
+        None, "--html", metavar="FILE", help="Write a page with the timeline of the GPUs and other drawings."
+    ),
+    mail: bool = typer.Option(False, "--mail", help="Print a plain-text message, ready to mail."),
+    explain: str | None = typer.Option(
+        None, metavar="JOB", help="Print the arithmetic of one job: its charge and its dedicated run, line by line."
+    ),
+    file: Path | None = typer.Option(
+        None, "--from", metavar="FILE", help="Report on what plexrl ledger export wrote, without a pool."
     ),
     registry: str = typer.Option(
-        ..., envvar="PLEXRL_REGISTRY", metavar="DIR", help="The site's registry of pools, or your own pools'."
+        "", envvar="PLEXRL_REGISTRY", metavar="DIR", help="The site's registry of pools, or your own pools'."
     ),
     pool_uids: str = typer.Option(
         "", envvar="PLEXRL_POOL_UIDS", metavar="UID,..", help="Accounts whose registry files are believed."
@@ -51,90 +55,107 @@ def report(
 ) -> None:
     """GPU time charged to jobs, what dedicated runs would have held, and the difference.
 
-    Works while the pool runs and after it has ended. You see your own jobs beside the sums of the whole pool; root and
-    the pool's account see all jobs.
+    Works while the pool runs and after it has ended. As in Slurm, you see your own jobs and those of accounts that you
+    coordinate, beside the sums of the whole pool; operators, root and the pool's account see all jobs.
     """
-    books = trusted(registry, pool_uids)
-    declared = books.declared(pool or _only(books))
-    folder = reports_of(registry, declared.name)
-    _catch_up(declared, folder)
-    published = Store(folder, declared.owner_uid).read()
-    found = figures(published, window(since), user, _sacct(published))
-    if html is not None:
-        from plexrl.accounting.page import page
+    if sum((as_json, as_csv_, mail, explain is not None and not as_json)) > 1:
+        raise BadInput("--json, --csv, --mail and --explain are one form each", "Give one of them")
+    if explain is not None and (as_csv_ or mail or group_by or html):
+        raise BadInput("--explain tells of one job", "Leave the other forms out")
+    keys = parsed(group_by) if group_by else ()
+    asked = window(since, until, month)
+    found = [from_file(file)] if file is not None else of_pools(pool, registry, pool_uids)
+    if len(found) > 1 and not keys:
+        if html is not None or mail or explain is not None:
+            raise BadInput("that is of one pool", f"Choose one with --pool: {', '.join(_names(found))}")
+        keys = ("pool",)
+    if explain is not None:
+        _explain(found[0], explain, as_json)
+    elif keys:
+        _grouped(found, asked, keys, user, account, as_json, as_csv_, html)
+    else:
+        _whole(found[0], asked, user, account, as_json, as_csv_, html, mail)
 
-        _write(html, page(found, published))
+
+def _names(found: Sequence[Reported]) -> list[str]:
+    return [each.published.pool for each in found]
+
+
+def _whole(
+    of: Reported,
+    asked: Window,
+    user: str | None,
+    account: str | None,
+    as_json: bool,
+    csv: bool,
+    html: Path | None,
+    mail: bool,
+) -> None:
+    """One pool, its jobs one by one."""
+    published = of.published
+    found = figures(published, asked, user, of.sacct(), account)
+    if html is not None:
+        _page(html, found, of, asked, user, account)
     if as_json:
         print(json.dumps(found, indent=2))
-        return
-    from plexrl.accounting.table import show
+    elif csv:
+        sys.stdout.write(as_csv(found["jobs"]))
+    elif mail:
+        jobs = chosen(published, asked, user, account)
+        lines = rows([(published, jobs)], asked, ("account", "user"))
+        sys.stdout.write(message(found, lines, asked.name, seen_words(published.uid, published.accounts)))
+    else:
+        from plexrl.accounting.table import show
 
-    show(found, own_only=published.uid is not None)
+        show(found, seen_words(published.uid, published.accounts))
+        if html is not None:
+            print(f"\n{html}: the same with drawings")
+
+
+def _grouped(
+    found: Sequence[Reported],
+    asked: Window,
+    keys: Sequence[str],
+    user: str | None,
+    account: str | None,
+    as_json: bool,
+    csv: bool,
+    html: Path | None,
+) -> None:
+    """Sums of one pool or several."""
+    pools = [(each.published, chosen(each.published, asked, user, account)) for each in found]
+    lines = rows(pools, asked, keys)
     if html is not None:
-        print(f"\n{html}: the same with the timeline of the GPUs")
+        if len(found) > 1:
+            raise BadInput("a page is of one pool", f"Choose one with --pool: {', '.join(_names(found))}")
+        _page(html, figures(found[0].published, asked, user, found[0].sacct(), account), found[0], asked, user, account)
+    if as_json:
+        print(json.dumps({"pools": _names(found), "group_by": list(keys), "rows": lines}, indent=2))
+    elif csv:
+        sys.stdout.write(as_csv(lines))
+    else:
+        from plexrl.accounting.sums import show
+
+        show(lines, keys, any(each.published.uid is not None for each in found))
 
 
-def _only(books: Registry) -> str:
-    names = books.names()
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise BadInput(f"no pool is declared in {books.directory}", "Name another registry with --registry")
-    raise BadInput("there are several pools", f"Choose one with --pool: {', '.join(names)}")
+def _page(html: Path, found: dict, of: Reported, asked: Window, user: str | None, account: str | None) -> None:
+    from plexrl.accounting.page import page
 
-
-def _catch_up(declared: Declared, folder: Path) -> None:
-    """When no head publishes any more, who may do so does: the agents' last seconds come after the head's."""
-    if os.geteuid() not in (0, declared.owner_uid):
-        return
-    layout = Layout(declared.state_dir)
-    if not layout.root.is_dir():
-        return
-    with _as_account(declared.owner_uid, layout.root.stat().st_gid):
-        if layout.ledger.is_dir():
-            Publisher(layout, folder).catch_up(time.time_ns() // 1000)
-
-
-@contextlib.contextmanager
-def _as_account(uid: int, gid: int) -> Iterator[None]:
-    """Files are made as the pool's account, also by root."""
-    before = os.geteuid(), os.getegid()
-    if uid == before[0]:
-        yield
-        return
-    os.setegid(gid)
-    os.seteuid(uid)
+    jobs = chosen(of.published, asked, user, account)
+    text = page(found, of.published, rows([(of.published, jobs)], asked, ("account",)))
     try:
-        yield
-    finally:
-        os.seteuid(before[0])
-        os.setegid(before[1])
-
-
-def _sacct(published: Published) -> list[AccountingRow] | None:
-    """Slurm's rows of the pool's own jobs; None where Slurm has none for us, with the reason on stderr."""
-    if not published.slurm_jobs or not shutil.which("sacct"):
-        return None
-    try:
-        return SlurmCommands().sacct(published.slurm_jobs) or None
-    except PlexrlError as error:
-        print(f"plexrl: Slurm's accounting was not read: {error}", file=sys.stderr)
-        return None
-
-
-def _since(text: str) -> int:
-    """Unix microseconds. Raises BadInput."""
-    ago = re.fullmatch(r"(\d+)([mhdw])", text)
-    if ago:
-        return (int(time.time()) - int(ago[1]) * _AGO[ago[2]]) * 1_000_000
-    try:
-        return round(datetime.fromisoformat(text).timestamp() * 1e6)
-    except ValueError as error:
-        raise BadInput(f"--since {text!r} is no time", "Write 2026-11-01, 2026-11-01T08:30, or 90m, 24h, 7d") from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
+        html.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error.strerror})", "Name a file in a folder of yours") from error
+        raise BadInput(f"{html} cannot be written ({error.strerror})", "Name a file in a folder of yours") from error
+
+
+def _explain(of: Reported, name: str, as_json: bool) -> None:
+    job = find(of.published, name)
+    legs = chain(*of.made_of, of.published, job) if of.made_of else ()
+    if as_json:
+        import msgspec
+
+        print(json.dumps({"job": msgspec.to_builtins(job), "chain": msgspec.to_builtins(legs)}, indent=2))
+    else:
+        print("\n".join(explained(of.published, job, legs)))

@@ -59,7 +59,7 @@ def whole(scene):
 
 def test_the_terminal_says_what_matters(scene):
     console = Console(width=80, record=True, file=open("/dev/null", "w"))
-    console.print(render(figures(whole(scene)), own_only=True))
+    console.print(render(figures(whole(scene)), "Your own jobs"))
     text = console.export_text()
     for word in ("Pool lab", "(replayed)", "charged to jobs", "saved: colocated - pool", "ada", "bob", "stretch"):
         assert word in text
