@@ -29,6 +29,7 @@ _REGISTRY = typer.Option(
 _POOL_UIDS = typer.Option(
     "", "--pool-uids", envvar="PLEXRL_POOL_UIDS", metavar="UID,..", help="Accounts whose registry files are believed."
 )
+_RELOAD_S = 30.0
 _JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
@@ -128,6 +129,7 @@ def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_
     """One pool. Its engines and who is on which GPU are told to the service account and root. Ends with 0 when ready,
     else 1.
     """
+    from plexrl.cli.shares import read_policies
     from plexrl.config import choices, read
 
     books = trusted(registry, pool_uids)
@@ -140,6 +142,7 @@ def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_
             detail = Path(declared.state_dir) / "run" / "status.json"
             if detail.exists():
                 found |= {"detail": msgspec.json.decode(detail.read_bytes())}
+            found |= {"config_refused": (read_policies(declared) or {}).get("refused", "")}
             with contextlib.suppress(BadInput):  # the file may have been changed since the pool took it
                 found |= {"engines": [choice._asdict() for choice in choices(read(declared.config))]}
     if as_json:
@@ -152,6 +155,8 @@ def status(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_
 def _print_status(found: dict) -> None:
     console = Console()
     console.print(f"pool {found['pool']}: [bold]{found['state']}[/bold], Slurm job {found.get('slurm_job') or '-'}")
+    if found.get("config_refused"):
+        console.print(f"plexrl.yaml was not taken up: {found['config_refused']}", style="red", markup=False)
     if engines := found.get("engines"):
         table = Table("model", "role", "engine", "by")
         for choice in engines:
@@ -174,6 +179,30 @@ def drain(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_U
     """Grant no new turns, let open ones end for some seconds, end the pool; `stop` also waits for that."""
     job = _lifecycle(trusted(registry, pool_uids)).drain(name)
     print(f"pool {name} (Slurm job {job}) drains")
+
+
+@app.command()
+def reload(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS) -> None:
+    """Let the pool read its plexrl.yaml again: shares, tenants, policies, budgets, limits, scheduler, models' accounts.
+
+    It takes the whole file up or nothing of it; other changes wait for the next start. Ends with 0 when it is taken up.
+    """
+    from plexrl.cli.shares import read_policies
+
+    books = trusted(registry, pool_uids)
+    declared = books.declared(name)
+    before = read_policies(declared)
+    job = _lifecycle(books).reload(name)
+    deadline = time.monotonic() + _RELOAD_S
+    while before is not None and time.monotonic() < deadline:
+        told = read_policies(declared) or before
+        if told["readings"] > before["readings"]:
+            if told["refused"]:
+                raise BadInput(f"pool {name} keeps what it had: {told['refused']}")
+            print(f"pool {name} has taken {declared.config} up")
+            return
+        time.sleep(0.5)
+    print(f"pool {name} (Slurm job {job}) is told to read {declared.config}; its status tells what came of that")
 
 
 @app.command()

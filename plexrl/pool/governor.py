@@ -63,6 +63,7 @@ class Governor:
         self._wanted = asyncio.Event()
         self._loaded_us = core.now_us()
         self._refused = ""
+        self._readings = 0
         self._asked = self._looked = -_TREE_S
 
     # -- at the door ---------------------------------------------------------------------------------------------------
@@ -109,6 +110,7 @@ class Governor:
     async def _reload(self) -> None:
         """All or nothing."""
         core = self._core
+        self._readings += 1
         try:
             new = await asyncio.to_thread(load, self._file)
             if stays := kept(core.config, new):
@@ -206,6 +208,7 @@ class Governor:
             "file": self._file,
             "loaded_us": self._loaded_us,
             "refused": self._refused,
+            "readings": self._readings,
             "shares_from": config.shares_from,
             "order": config.scheduler.order,
             "half_life_us": config.scheduler.half_life_us,

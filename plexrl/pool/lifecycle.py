@@ -150,6 +150,20 @@ class Lifecycle:
         self._need_slurm().cancel(live.slurm_job, signal="TERM", batch=True)
         return live.slurm_job
 
+    def reload(self, name: str) -> int:
+        """Tell the pool's head to read its plexrl.yaml again; its Slurm job. Slurm decides who may.
+
+        Raises BadInput for a file that no head would take; whether this one does, it says in run/policies.json.
+        """
+        load(self._registry.declared(name).config)
+        live = self._registry.live(name)
+        if live is None:
+            raise BadInput(f"pool {name!r} is down", "It reads the file when it starts")
+        if not live.slurm_job:
+            raise BadInput(f"pool {name!r} runs without Slurm", "Send SIGHUP to the process of `plexrl pool run`")
+        self._need_slurm().cancel(live.slurm_job, signal="HUP", batch=True)
+        return live.slurm_job
+
     def stop(self, name: str) -> int:
         """Drain and end the pool, and wait for the end of its Slurm job."""
         job_id = self.drain(name)
