@@ -12,22 +12,20 @@ from contextlib import ExitStack
 from typing import Literal
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from plexrl.engines import footprint
-from plexrl.engines.probe import Probe
-from plexrl.engines.protocol import EngineSpec
-from plexrl.memory.arena import Arena
-from plexrl.memory.pages import create_memfd
-from plexrl.types import PlexrlError, Role, Slab
+from plexrl.engines.probe import Datum, Probe, Table
+from plexrl.types import Role
 
 Dtype = Literal["float32", "bfloat16"]
 BOUND: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest difference of two logprobs of one token that is put down to the order of sums."""
 SAMPLERS, TRAINERS = ("torch", "vllm"), ("torch", "deepspeed")
 _RANK, _PROMPT, _DRAWN, _SAMPLES = 8, 12, 24, 4
+_STEPS = 2
+_ADAM = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _ADAPTER = footprint.Trained(lora_rank=_RANK, attn=True, mlp=True, unembed=False)
-_ROOM = 1 << 22
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -62,81 +60,58 @@ def compare(
         if engine in wanted
     }
     with ExitStack() as after:
-        table = _Table(uses.values(), after)
+        table = after.enter_context(Table(sum(map(_host_bytes, uses.values()))))
         probes = {}
         for key, use in uses.items():
             say(f"building {use.engine}'s {'trainer' if use.role is Role.TRAIN else 'sampler'}")
-            probes[key] = table.build(use, cache_dir)
+            probes[key] = after.enter_context(table.build(use, cache_dir=cache_dir))
         trainers = {engine: probe for (engine, role), probe in probes.items() if role is Role.TRAIN}
         samplers = {engine: probe for (engine, role), probe in probes.items() if role is Role.SAMPLE}
         rows = []
         data, prompts = _tokens(model_dir, 4, 40), _tokens(model_dir, 3, _PROMPT)
-        trained = {}
-        for engine, probe in trainers.items():
+        said: dict[str, dict[str, list[list[float]]]] = {}
+        for engine, trainer in trainers.items():
             say(f"training with {engine}")
             use = uses[engine, Role.TRAIN]
-            state = table.slab(footprint.state(use, _ADAPTER))
+            trainer.ask("create", state=table.slab(footprint.state(use, _ADAPTER)), trained=_ADAPTER)
+            said[engine] = {"fresh adapter": _forced(trainer, data)}
+            for _ in range(_STEPS):
+                trainer.ask("run", loss="cross_entropy", data=_data(data), forward_only=False)
+                trainer.ask("step", adam=_ADAM)
+            said[engine]["trained adapter"] = _forced(trainer, data)
             version = table.slab(footprint.snapshot(use, _ADAPTER))
-            trained[engine] = probe.ask("train", state=state, version=version, trained=_ADAPTER, data=data)
+            trainer.ask("publish", version=version)
             for sampler in samplers.values():
                 sampler.ask("attach", name=engine, version=version, trained=_ADAPTER)
-        for one, other in itertools.combinations(trained, 2):
-            for moment in ("fresh", "stepped"):
-                pairs = zip(trained[one][moment], trained[other][moment], strict=True)
-                rows.append(_row(f"forward, adapter {moment}", one, other, dtype, pairs))
+        for one, other in itertools.combinations(said, 2):
+            for what, theirs in said[one].items():
+                rows.append(_row(f"forward, {what}", one, other, dtype, theirs, said[other][what]))
         for engine, sampler in samplers.items():
-            for trainer, probe in trainers.items():
-                say(f"drawing with {engine} by what {trainer} trained")
-                drawn = sampler.ask("sample", name=trainer, prompts=prompts, samples=_SAMPLES, tokens=_DRAWN)
-                forced = probe.ask("force", rows=[each["row"] for each in drawn])
-                pairs = [
-                    (each["logprobs"], row[-len(each["logprobs"]) :]) for each, row in zip(drawn, forced, strict=True)
-                ]
-                rows.append(_row("drawn, then forced", engine, trainer, dtype, pairs))
-                pairs = [(each["prompt"], row[: len(each["prompt"])]) for each, row in zip(drawn, forced, strict=True)]
-                rows.append(_row("prompt, then forced", engine, trainer, dtype, pairs))
+            for name, trainer in trainers.items():
+                say(f"drawing with {engine} by what {name} trained")
+                drawn = sampler.ask("sample", name=name, prompts=prompts, samples=_SAMPLES, tokens=_DRAWN)
+                forced = _forced(trainer, [each["row"] for each in drawn])
+                ends = [row[_PROMPT - 1 :] for row in forced]
+                rows.append(_row("drawn, then forced", engine, name, dtype, [e["logprobs"] for e in drawn], ends))
+                starts = [row[: _PROMPT - 1] for row in forced]
+                rows.append(_row("prompt, then forced", engine, name, dtype, [e["prompt"] for e in drawn], starts))
         return rows
 
 
-class _Table:
-    """The arena that all processes share."""
+def _data(rows: list[list[int]]) -> list[Datum]:
+    return [{"tokens": row[:-1], "target_tokens": row[1:]} for row in rows]
 
-    def __init__(self, uses: Iterable[footprint.Use], after: ExitStack) -> None:
-        self._after = after
-        total = _ROOM
-        for use in uses:
-            sizes = footprint.group(use)
-            total += sizes.base_bytes + sizes.park_bytes
-            if use.role is Role.TRAIN:
-                total += footprint.state(use, _ADAPTER) + footprint.snapshot(use, _ADAPTER)
-        total = -(-total // _ROOM) * _ROOM
-        self._fd, self._size = create_memfd("arena", total), total
-        self._arena = Arena(self._fd, total)
-        after.callback(self._arena.close)
-        self._bases: dict[str, Slab] = {}
-        self._names = itertools.count()
 
-    def slab(self, size: int) -> Slab:
-        """A new one."""
-        return self._arena.alloc(str(next(self._names)), size, 0)
+def _forced(trainer: Probe, rows: list[list[int]]) -> list[list[float]]:
+    """Logprobs of each row's tokens but the first, given those before."""
+    return trainer.ask("run", loss="cross_entropy", data=_data(rows), forward_only=True)["logprobs"]
 
-    def build(self, use: footprint.Use, cache_dir: str) -> Probe:
-        """An engine in a process of its own, on a device that is just large enough."""
-        sizes = footprint.group(use)
-        fields = {name: value for name, value in structs.asdict(use).items() if name in EngineSpec.__struct_fields__}
-        fill = sizes.base_form not in self._bases
-        if fill and sizes.base_bytes:
-            self._bases[sizes.base_form] = self.slab(sizes.base_bytes)
-        spec = EngineSpec(
-            **fields,
-            extent_size=sizes.device_bytes,
-            device_bytes=sizes.device_bytes,
-            base=self._bases.get(sizes.base_form),
-            base_fill=fill,
-            park=self.slab(sizes.park_bytes) if sizes.park_bytes else None,
-            cache_dir=cache_dir,
-        )
-        return self._after.enter_context(Probe(spec, self._fd, self._size))
+
+def _host_bytes(use: footprint.Use) -> int:
+    """What a group and its one deployment take of the arena."""
+    sizes = footprint.group(use)
+    own = footprint.state(use, _ADAPTER) + footprint.snapshot(use, _ADAPTER) if use.role is Role.TRAIN else 0
+    return sizes.base_bytes + sizes.park_bytes + own
 
 
 def _use(engine: str, role: Role, model_dir: str, dtype: Dtype) -> footprint.Use:
@@ -165,9 +140,7 @@ def _tokens(model_dir: str, rows: int, length: int) -> list[list[int]]:
     return np.random.default_rng(length).integers(0, vocabulary, (rows, length)).tolist()
 
 
-def _row(of: str, one: str, other: str, dtype: Dtype, pairs: Iterable[tuple[list[float], list[float]]]) -> Row:
-    gaps = np.concatenate([np.abs(np.subtract(a, b)) for a, b in pairs])
-    if not len(gaps):
-        raise PlexrlError(f"{one} and {other} gave nothing to compare for {of!r}")
+def _row(of: str, one: str, other: str, dtype: Dtype, ours: list[list[float]], theirs: list[list[float]]) -> Row:
+    gaps = np.concatenate([np.abs(np.subtract(a, b)) for a, b in zip(ours, theirs, strict=True)])
     worst = float(gaps.max())
     return Row(of=of, one=one, other=other, tokens=len(gaps), worst=worst, mean=float(gaps.mean()), bound=BOUND[dtype])

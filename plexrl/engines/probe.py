@@ -15,15 +15,21 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
-from plexrl.engines.footprint import Trained
+from plexrl.engines import footprint
+from plexrl.engines.footprint import Trained, Use
 from plexrl.engines.protocol import EngineSpec, UserError, build
+from plexrl.memory.arena import Arena
 from plexrl.memory.pages import create_memfd
 from plexrl.memory.transfer import ENVIRON
 from plexrl.types import PlexrlError, Slab
 
-_ADAM = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _TAIL = 2000
+_ROOM = 1 << 22
+
+Datum = dict[str, list]
+"""tokens, and the inputs of the loss by name (target_tokens, weights, ...)."""
 
 
 class Probe:
@@ -84,6 +90,51 @@ class Probe:
         return found["value"]
 
 
+class Table:
+    """An arena that processes of several engines share, as on a node. A context manager."""
+
+    def __init__(self, size: int) -> None:
+        """size: bytes of all slabs; some more are added for what lies between them."""
+        self._size = -(-(size + _ROOM) // _ROOM) * _ROOM
+        self._fd = create_memfd("arena", self._size)
+        self._arena = Arena(self._fd, self._size)
+        self._bases: dict[str, Slab] = {}
+        self._names = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arena.close()
+        os.close(self._fd)
+
+    def slab(self, size: int) -> Slab:
+        """A new one."""
+        return self._arena.alloc(str(next(self._names)), size, 0)
+
+    def bytes_of(self, slab: Slab) -> bytes:
+        """What lies in a slab now."""
+        return bytes(self._arena.bytes_of(slab))
+
+    def build(self, use: Use, **more: object) -> Probe:
+        """An engine in a process of its own, on a device that is just large enough. more: of its EngineSpec."""
+        sizes = footprint.group(use)
+        fields = {name: value for name, value in structs.asdict(use).items() if name in EngineSpec.__struct_fields__}
+        fill = sizes.base_form not in self._bases
+        if fill and sizes.base_bytes:
+            self._bases[sizes.base_form] = self.slab(sizes.base_bytes)
+        spec = EngineSpec(
+            **fields,
+            extent_size=sizes.device_bytes,
+            device_bytes=sizes.device_bytes,
+            base=self._bases.get(sizes.base_form),
+            base_fill=fill,
+            park=self.slab(sizes.park_bytes) if sizes.park_bytes else None,
+            **more,
+        )
+        return Probe(spec, self._fd, self._size)
+
+
 class _Answers:
     """The answering side, on an engine."""
 
@@ -98,20 +149,38 @@ class _Answers:
                 order[name] = msgspec.convert(order[name], kind)
         return verb(**order)
 
-    def train(self, state: Slab, version: Slab, trained: Trained, data: list[list[int]]) -> dict[str, Any]:
-        """Create an adapter, make two steps on the data, publish it: logprobs before and after."""
-        asked = (trained.lora_rank, 7, trained.attn, trained.mlp, trained.unembed)
-        self._engine.create("d", state, *asked)
-        fresh = self.force(data)
-        for _ in range(2):
-            self._forward_backward(data, False)
-            self._engine.optim_step("d", json.dumps({"adam_params": _ADAM}).encode())
-        self._engine.publish("d", version, None)
-        return {"fresh": fresh, "stepped": self.force(data)}
+    def create(self, state: Slab, trained: Trained) -> None:
+        """The one deployment of a trainer."""
+        self._engine.create("d", state, trained.lora_rank, 7, trained.attn, trained.mlp, trained.unembed)
 
-    def force(self, rows: list[list[int]]) -> list[list[float]]:
-        """Logprobs of each row's tokens but the first, given those before."""
-        return self._forward_backward(rows, True)
+    def run(self, loss: str, data: list[Datum], forward_only: bool) -> dict[str, Any]:
+        """A forward pass, and backward: the loss, and the logprobs of each datum's targets."""
+        from tinker.proto import tinker_public_pb2 as pb
+
+        asked = pb.ForwardBackwardRequest(model_id="d", seq_id=1, loss_fn=loss)
+        for item in data:
+            datum = asked.data.add()
+            datum.model_input.add().encoded_text.tokens = np.asarray(item["tokens"], "<i4").tobytes()
+            for name in item.keys() - {"tokens"}:
+                of_ids = name == "target_tokens"
+                array = np.asarray(item[name], "<i8" if of_ids else "<f4")
+                kind = pb.DTYPE_INT64 if of_ids else pb.DTYPE_FLOAT32
+                datum.loss_fn_inputs[name].CopyFrom(pb.Tensor(dtype=kind, shape=array.shape, dense=array.tobytes()))
+        call = self._engine.forward_backward("d", asked.SerializeToString(), forward_only)
+        while True:
+            try:
+                next(call)
+            except StopIteration as stop:
+                output = pb.ForwardBackwardOutput.FromString(stop.value.body)
+                return {"loss": output.metrics["loss:sum"], "logprobs": _logprobs(output)}
+
+    def step(self, adam: dict[str, float]) -> None:
+        """Apply the gradients."""
+        self._engine.optim_step("d", json.dumps({"adam_params": adam}).encode())
+
+    def publish(self, version: Slab) -> None:
+        """Pack the weights."""
+        self._engine.publish("d", version, None)
 
     def attach(self, name: str, version: Slab, trained: Trained) -> None:
         """Know a version."""
@@ -145,30 +214,10 @@ class _Answers:
             for sequence in found[str(number)].sequences
         ]
 
-    def _forward_backward(self, rows: list[list[int]], forward_only: bool) -> list[list[float]]:
-        from tinker.proto import tinker_public_pb2 as pb
 
-        asked = pb.ForwardBackwardRequest(model_id="d", seq_id=1, loss_fn="cross_entropy")
-        for row in rows:
-            datum = asked.data.add()
-            datum.model_input.add().encoded_text.tokens = np.asarray(row[:-1], "<i4").tobytes()
-            targets = np.asarray(row[1:], "<i8")
-            datum.loss_fn_inputs["target_tokens"].CopyFrom(
-                pb.Tensor(dtype=pb.DTYPE_INT64, shape=targets.shape, dense=targets.tobytes())
-            )
-        call = self._engine.forward_backward("d", asked.SerializeToString(), forward_only)
-        while True:
-            try:
-                next(call)
-            except StopIteration as stop:
-                return _logprobs(stop.value.body)
-
-
-def _logprobs(body: bytes) -> list[list[float]]:
-    from tinker.proto import tinker_public_pb2 as pb
-
+def _logprobs(output: Any) -> list[list[float]]:
     found = []
-    for record in pb.ForwardBackwardOutput.FromString(body).loss_fn_outputs:
+    for record in output.loss_fn_outputs:
         field = record.fields["logprobs"]
         flat = np.frombuffer(field.data, "<f4")
         for start, end in itertools.pairwise(np.frombuffer(field.offsets, "<i8") // 4):
