@@ -8,7 +8,7 @@ from plexrl.accounting.words import Unit, minus
 _WIDTH, _LABEL, _ROW, _BAR, _NUMBER = 1100, 250, 34, 22, 190
 # Upper edges of the bins of stretches; a job between two edges is in the bin of the upper one.
 _EDGES = (0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
-_HEIGHT, _FOOT, _HEAD = 190, 44, 22
+_HEIGHT, _FOOT, _HEAD = 206, 44, 40
 _ACCOUNTS = 12
 
 

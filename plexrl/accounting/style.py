@@ -31,7 +31,7 @@ svg .strong{font-weight:650}.tick{stroke:var(--line);stroke-width:1}.lane{fill:v
 .others{fill:var(--others);background:var(--others)}
 .ink{fill:var(--ink)}.soft{fill:var(--soft)}.faint{fill:var(--faint)}
 rect.good{fill:var(--good)}rect.bad{fill:var(--bad)}
-.legend{display:flex;flex-wrap:wrap;gap:6px 18px;margin:0 0 12px;font-size:13px}
+section>.legend{max-width:none}.legend{display:flex;flex-wrap:wrap;gap:6px 18px;margin:0 0 12px;font-size:13px}
 .legend span{display:flex;align-items:center}
 .key{display:inline-block;width:14px;height:14px;border-radius:3px;margin-right:7px;vertical-align:-2px}
 i.solid{background:var(--dim)}i.light{background:var(--dim);opacity:.3}i.idle{background:var(--idle)}

@@ -1,8 +1,14 @@
 """A small pool: two jobs of two users on two GPUs, from the allocation's start to its end."""
 
+import os
+
+import msgspec
 import pytest
 
+from plexrl.accounting.store import Ledger, Publisher, reports_of
+from plexrl.pool.layout import Layout
 from plexrl.types import CallKind, Role
+from plexrl.wire.registry import Declared, Registry
 from tests.unit.accounting.scene import Scene
 
 TRAIN = CallKind.FORWARD_BACKWARD
@@ -35,3 +41,27 @@ def scene():
         scene.span(gpu, at, at + 5, "idle")
     scene.stop(at + 5)
     return scene
+
+
+@pytest.fixture
+def registry(tmp_path, scene):
+    """A declared pool that has run and ended."""
+    directory = tmp_path / "registry"
+    directory.mkdir(mode=0o755)
+    layout = Layout(tmp_path / "state")
+    layout.make()
+    books = Registry(directory, frozenset((os.getuid(),)))
+    books.declare(
+        Declared(name="lab", kind="private", owner_uid=os.getuid(), config="/none.yaml", state_dir=str(layout.root))
+    )
+    ledger = Ledger(layout.ledger)
+    for record in scene.records:
+        ledger.take(record)
+    ledger.close()
+    for interval in scene.intervals(93):
+        (layout.agents / f"{interval.node}.jsonl").write_bytes(msgspec.json.encode(interval) + b"\n")
+    Publisher(layout, reports_of(directory, "lab"), 1000).write(scene.us(95))
+    for interval in scene.intervals(96):  # the agents end after the head
+        with (layout.agents / f"{interval.node}.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(interval) + b"\n")
+    return directory

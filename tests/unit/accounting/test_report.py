@@ -1,7 +1,6 @@
 """The report as people see it: overlap figures, terminal, page, command."""
 
 import json
-import os
 import re
 from html.parser import HTMLParser
 
@@ -14,15 +13,12 @@ from plexrl.accounting.figures import figures
 from plexrl.accounting.overlap import stall_overlap, switch_totals
 from plexrl.accounting.page import page
 from plexrl.accounting.published import Bar, compute, for_reader
-from plexrl.accounting.store import Ledger, Publisher, reports_of
 from plexrl.accounting.table import render
 from plexrl.accounting.timeline import coarse, liveliest
 from plexrl.accounting.words import Unit, minus, percent
 from plexrl.cli.main import app
-from plexrl.pool.layout import Layout
 from plexrl.types import SpanClass
 from plexrl.types import records as r
-from plexrl.wire.registry import Declared, Registry
 from tests.unit.accounting.scene import T0, S
 
 
@@ -143,30 +139,6 @@ def test_numbers_are_written_for_people():
     assert [Unit(100.0).name, Unit(7200.0).name] == ["GPU-s", "GPU-h"]
     assert minus("-0.0") == "0.0"
     assert [percent(0.001), percent(0.5), percent(0.0)] == ["<1 %", "50 %", "0 %"]
-
-
-@pytest.fixture
-def registry(tmp_path, scene):
-    """A declared pool that has run and ended."""
-    directory = tmp_path / "registry"
-    directory.mkdir(mode=0o755)
-    layout = Layout(tmp_path / "state")
-    layout.make()
-    books = Registry(directory, frozenset((os.getuid(),)))
-    books.declare(
-        Declared(name="lab", kind="private", owner_uid=os.getuid(), config="/none.yaml", state_dir=str(layout.root))
-    )
-    ledger = Ledger(layout.ledger)
-    for record in scene.records:
-        ledger.take(record)
-    ledger.close()
-    for interval in scene.intervals(93):
-        (layout.agents / f"{interval.node}.jsonl").write_bytes(msgspec.json.encode(interval) + b"\n")
-    Publisher(layout, reports_of(directory, "lab"), 1000).write(scene.us(95))
-    for interval in scene.intervals(96):  # the agents end after the head
-        with (layout.agents / f"{interval.node}.jsonl").open("ab") as file:
-            file.write(msgspec.json.encode(interval) + b"\n")
-    return directory
 
 
 def run(*arguments):
