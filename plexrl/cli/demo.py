@@ -39,9 +39,6 @@ class Submission(msgspec.Struct, frozen=True):
     options: tuple[str, ...]
 
 
-# Of each node. vLLM keeps weights in a form of its own, so that there are two copies of the base beside the states.
-HOST = {"torch": "4096MiB", "vllm": "4608MiB"}
-
 # The first computes all the time, in small steps; the second waits for a tool in each of its large ones.
 JOBS = (
     Submission("alice", "grpo_lora", 40, ("--lr", "1e-4")),
@@ -61,7 +58,7 @@ models:
     sample: {{replicas: 1, engine: {engine}, kv_bytes: 64MiB, max_batch: 32}}
     lora: {{max_rank: 16, slots: 1}}
 device: {{kind: cpu, bytes: 2816MiB, cores: {{n1: [0], n2: [1]}}}}
-host: {{bytes: {host}}}
+host: {{bytes: 4096MiB}}
 limits: {{versions_per_model: 1}}
 scheduler: {{placement: {placement}, anticipation: 20ms, gradient_anticipation: 1s, quantum: 10s, sample_quantum: 10s}}
 service_user: plexrl
@@ -129,7 +126,6 @@ class Demo:
                 path=self._cluster.opt / "models" / MODEL,
                 gpus=2 if shared else 1,
                 placement=self._placement,
-                host=HOST[self._engines["engine"]],
                 **self._engines,
                 munge=self._cluster.munge_socket,
             )

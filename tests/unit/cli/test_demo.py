@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from plexrl.cli.demo import CONFIG, HOST, JOBS, MODEL, shortfalls
+from plexrl.cli.demo import CONFIG, JOBS, MODEL, shortfalls
 from plexrl.config import load
 from plexrl.config.engines import missing
 from plexrl.types import Role
@@ -30,7 +30,7 @@ GOOD = {
 def test_its_configuration_is_valid(tmp_path, tiny_model, placement, gpus, engine, trainer):
     path = tmp_path / "demo.yaml"
     where = {"state": tmp_path / "state", "path": tiny_model, "munge": tmp_path / "munge.socket"}
-    engines = {"engine": engine, "trainer": trainer, "host": HOST[engine]}
+    engines = {"engine": engine, "trainer": trainer}
     path.write_text(CONFIG.format(what="a test", model=MODEL, gpus=gpus, placement=placement, **engines, **where))
     if any(engine != "torch" and missing(engine, "cpu") for engine in (engine, trainer)):
         pytest.skip("an extra is not installed here")
