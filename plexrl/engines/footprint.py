@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from plexrl.engines import noop, sizing
-from plexrl.engines.protocol import Engine
+from plexrl.engines.protocol import Engine, EngineSpec
 from plexrl.engines.sizing import Sizes
 from plexrl.types import Role
 
@@ -37,6 +37,20 @@ class Trained(Struct, frozen=True, kw_only=True):
     attn: bool
     mlp: bool
     unembed: bool
+
+
+def use_of(spec: EngineSpec) -> Use:
+    """What an engine was told, as far as bytes depend on it."""
+    return Use(**{name: getattr(spec, name) for name in Use.__struct_fields__})
+
+
+def slot(use: Use) -> int:
+    """A device slot of a group of kind lora: one adapter of the largest rank, with what its role keeps beside it."""
+    if use.engine == "deepspeed":
+        from plexrl.engines.deepspeed import sizing as deepspeed
+
+        return deepspeed.slot_bytes(use.model_dir, use.lora_max_rank, use.zero_stage, use.world)
+    return sizing.slot_bytes(use.model_dir, use.role, use.lora_max_rank)
 
 
 def group(use: Use) -> Sizes:

@@ -23,6 +23,8 @@ from plexrl.types import DoesNotFit, PlexrlError
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8"}
 _FLOATS = {"F32", "BF16"}
+SPARE = "master."
+"""Names in a saved optimizer of what only some engines keep, and make of the weights where it is not there."""
 
 
 @contextmanager

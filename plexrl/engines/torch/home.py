@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from plexrl.engines import layout, sizing
+from plexrl.engines import footprint, layout
 from plexrl.engines.protocol import EngineSpec
 from plexrl.engines.torch.lora import Shape
 from plexrl.engines.torch.model import move_buffers, read_weights, skeleton
@@ -48,9 +48,8 @@ class Home:
         if spec.base is None:
             raise BadInput("the engine got no slab for the base weights", "Allocate Sizes.base_bytes in the arena")
         check_size("the base", spec.base, layout.packed(self.base_specs))
-        need = sizing.sizes(
-            spec.model_dir, spec.dtype, spec.role, spec.kind, spec.lora_slots, spec.lora_max_rank, spec.kv_bytes
-        )
+        use = footprint.use_of(spec)
+        need = footprint.group(use)
         if spec.extent_size < need.device_bytes:
             raise BadInput(
                 f"an extent of {spec.extent_size} bytes is too small for the {need.device_bytes} of the group",
@@ -58,7 +57,7 @@ class Home:
             )
         lora = spec.kind == "lora"
         self._slots_at = need.park_bytes
-        self._slot = sizing.slot_bytes(spec.model_dir, spec.role, spec.lora_max_rank) if lora else 0
+        self._slot = footprint.slot(use) if lora else 0
         self.model_at = self._slots_at + spec.lora_slots * self._slot
         self.model = skeleton(spec.model_dir, self.arch, self.dtype, spec.max_context)
         self.vocabulary = self.model.config.vocab_size

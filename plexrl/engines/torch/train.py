@@ -32,8 +32,6 @@ from plexrl.types import Moved, PlexrlError, Residency, Result, Slab
 
 PROTO = "application/x-protobuf"
 JSON = "application/json"
-SPARE = "master."
-"""Of a saved optimizer: what only some engines keep, and make of the weights where it is not there."""
 T = TypeVar("T")
 
 
@@ -195,7 +193,7 @@ class Trainer:
         def check() -> None:
             target.check(deployment)
             for path, pieces in stored:
-                spare, converts = (SPARE, True) if path.name == OPTIMIZER_FILE else ("", False)
+                spare, converts = (files.SPARE, True) if path.name == OPTIMIZER_FILE else ("", False)
                 files.check_tensors(path, pieces, spare, converts)
 
         def fill() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from tinker.proto import tinker_public_pb2 as pb
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from plexrl.engines import sizing
+from plexrl.engines import footprint, sizing
 from plexrl.engines.protocol import EngineSpec, build
 from plexrl.memory.arena import Arena, ArenaMap
 from plexrl.memory.device import CpuDevice, create_memfd
@@ -85,32 +86,19 @@ class Node:
         self._seats = itertools.count()
 
     def spec(self, model_dir: str, role: Role, kind: str, **more: object) -> EngineSpec:
-        more = {"lora_slots": 2, "lora_max_rank": 8, "kv_bytes": 0, "max_context": 128} | more
+        base, park = more.pop("base", None), more.pop("park", None)
+        more = {"engine": "torch", "lora_slots": 2, "lora_max_rank": 8, "kv_bytes": 0, "max_context": 128} | more
         if role == Role.SAMPLE:
             more["kv_bytes"] = more["kv_bytes"] or 1 << 19
-        need = sizing.sizes(
-            model_dir,
-            more.get("dtype", "float32"),
-            role,
-            kind,
-            more["lora_slots"],
-            more["lora_max_rank"],
-            more["kv_bytes"],
+        spec = EngineSpec(
+            role=role, kind=kind, model_dir=model_dir, device_bytes=self.size, **{"base_fill": True} | more
         )
+        need = footprint.group(footprint.use_of(spec))
         number = next(self._names)
-        more.setdefault("base", self.arena.alloc(f"base{number}", need.base_bytes, -1))
+        base = base or self.arena.alloc(f"base{number}", need.base_bytes, -1)
         if role == Role.SAMPLE:
-            more["park"] = self.arena.alloc(f"park{number}", need.park_bytes, 1)
-        return EngineSpec(
-            engine="torch",
-            role=role,
-            kind=kind,
-            model_dir=model_dir,
-            extent_size=need.device_bytes,
-            device_bytes=self.size,
-            base_fill=True,
-            **more,
-        )
+            park = park or self.arena.alloc(f"park{number}", need.park_bytes, 1)
+        return structs.replace(spec, extent_size=need.device_bytes, base=base, park=park)
 
     def build(self, model_dir: str, role: Role, kind: str, **more: object):
         return build(self.spec(model_dir, role, kind, **more), self.device, self.map)
@@ -123,10 +111,15 @@ class Node:
         return build(spec, CpuDevice(self.device_fd, self.size), self.map, seat)
 
     def state(self, model_dir: str, rank: int | None, unembed: bool = True, dtype: str = "float32"):
-        """A slab for a deployment."""
+        """A slab for a deployment of the torch engine."""
         kind = "full" if rank is None else "lora"
         size = sizing.state_bytes(model_dir, dtype, kind, rank, True, True, unembed)
         return self.arena.alloc(f"state{next(self._names)}", size, 1)
+
+    def state_of(self, spec: EngineSpec, rank: int | None, unembed: bool = True):
+        """A slab for a deployment of this group, for each of its ranks one."""
+        trained = footprint.Trained(lora_rank=rank, attn=True, mlp=True, unembed=unembed)
+        return self.arena.alloc(f"state{next(self._names)}", footprint.state(footprint.use_of(spec), trained), 1)
 
     def snapshot(self, model_dir: str, rank: int | None, unembed: bool = True):
         """A slab for a version."""
