@@ -37,7 +37,7 @@ def simulate(
     ),
     seed: int | None = typer.Option(None, metavar="N", help="Of all draws; equal seeds give equal runs."),
     config: Path | None = typer.Option(
-        None, metavar="plexrl.yaml", help="Take the policy `plexrl` from this file's scheduler section."
+        None, metavar="plexrl.yaml", help="Take the policy `plexrl` from this file, and the shares of accounts."
     ),
     preset: str = typer.Option(
         "", metavar="NAME", help="An experiment with everything fixed: paper, policies or philly."
@@ -71,9 +71,9 @@ def simulate(
         from plexrl.sim.compare import compare
 
         given = _workload(workload, seed)
-        policies, baselines = _policies(policy, config)
+        policies, baselines, shares = _policies(policy, config)
         with _progress(given.name) as progress:
-            found = compare(given, policies, baselines, progress, keep_timeline=html is not None)
+            found = compare(given, policies, baselines, progress, keep_timeline=html is not None, shares=shares)
     _tell(found, as_json, html)
 
 
@@ -125,27 +125,32 @@ def _parts(text: str) -> Iterator[str]:
         yield part
 
 
-def _policies(name: str, config: Path | None) -> tuple[dict[str, Any], list[str]]:
-    """The policies that are asked for, and what others do."""
+def _policies(name: str, config: Path | None) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """The policies that are asked for, what others do, and the shares of accounts. Raises BadInput."""
     from plexrl.scheduler import Policy
     from plexrl.sim.baselines import BASELINES
     from plexrl.sim.named import POLICIES
 
     policies = dict(POLICIES)
     baselines = [other for other in BASELINES if other not in policies]
+    shares: dict[str, Any] = {}
     if config is not None:
         from plexrl.config import load
 
         if name not in ("plexrl", "all"):
             raise BadInput(f"--config gives the policy plexrl, not {name}", "Leave --policy out, or give all")
-        policies["plexrl"] = Policy(**load(config).scheduler.model_dump())
+        told = load(config)
+        if told.shares_from == "slurm":
+            raise BadInput(f"{config}: shares_from: there is no Slurm in a simulation", "Write them as `shares`")
+        policies["plexrl"] = Policy(**told.scheduler.model_dump())
+        shares = {account: (part.shares, part.users) for account, part in told.shares.items()}
     if name == "all":
-        return policies, baselines
+        return policies, baselines, shares
     if name in baselines:
-        return {}, [name]
+        return {}, [name], shares
     if name not in policies:
         raise BadInput(f"no policy is called {name!r}", f"Use one of {', '.join([*policies, *baselines])}, or all")
-    return {name: policies[name]}, []
+    return {name: policies[name]}, [], shares
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A workload under one or several policies, and what came of it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from plexrl.scheduler import Policy
@@ -8,7 +9,7 @@ from plexrl.sim.found import Found, Progress
 from plexrl.sim.metrics import figures, lower_bound
 from plexrl.sim.page import pictures
 from plexrl.sim.result import Result
-from plexrl.sim.run import run
+from plexrl.sim.run import AccountShares, run
 from plexrl.sim.table import Column
 from plexrl.sim.workload import Workload
 from plexrl.types import BadInput
@@ -34,11 +35,12 @@ def compare(
     progress: Progress,
     *,
     keep_timeline: bool = False,
+    shares: AccountShares | None = None,
 ) -> Found:
     """Run the workload under each policy, then as each baseline does; `isolated` first, where it is among them.
 
     A baseline that the workload gives no room for is left out, with the reason in the notes. Recorded jobs have no
-    stretch: what they would take alone is not known.
+    stretch: what they would take alone is not known. shares: of accounts, under the policies; baselines know none.
     """
     drawn = all(plan.recorded is None for plan in workload.jobs)
     bound = lower_bound(workload) / 3.6e9
@@ -56,13 +58,17 @@ def compare(
         progress(number / len(names), name)
         try:
             if name in policies:
-                runs.append(run(workload, policies[name], name=name, **options))
+                runs.append(run(workload, policies[name], name=name, shares=shares, **options))
             else:
                 runs.append(baseline(name, workload, **options))
         except BadInput as error:
             notes.append(f"{name}: {error}")
     isolated = next((one for one in runs if one.policy == "isolated"), None)
     rows = [_row(one, isolated, bound, drawn) for one in runs]
+    for row in rows:
+        if len(row["accounts"]) > 1:
+            parts = ", ".join(f"{name or '(none)'} {part:.0%}" for name, part in row["accounts"].items())
+            notes.append(f"{row['policy']}: of the GPU time that was charged, {parts}.")
     for one in runs:
         notes += [f"{one.policy}: job {job} was refused: {why}" for job, why in one.jobs_refused.items()]
     return Found(
@@ -74,6 +80,15 @@ def compare(
         sections=pictures(runs),
         runs=runs,
     )
+
+
+def _accounts(one: Result) -> dict[str, float]:
+    """The part of each account of what was charged."""
+    charged: Counter[str] = Counter()
+    for job in one.jobs:
+        charged[job.account] += job.busy_us + job.switch_us + job.kept_us
+    whole = charged.total()
+    return {account: used / whole for account, used in sorted(charged.items())} if whole else {}
 
 
 def _row(one: Result, isolated: Result | None, bound: float, drawn: bool) -> dict:
@@ -88,6 +103,7 @@ def _row(one: Result, isolated: Result | None, bound: float, drawn: bool) -> dic
         "jobs": len(one.jobs),
         "jobs_refused": len(one.jobs_refused),
         "shares": shares,
+        "accounts": _accounts(one),
         "switches": one.switches,
         "prefetches": one.prefetches,
         "gathers": one.gathers,

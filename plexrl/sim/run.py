@@ -1,6 +1,6 @@
 """Runs a workload under a policy: the live Scheduler class, virtual workers, closed-loop jobs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from time import perf_counter
 
@@ -19,6 +19,8 @@ from plexrl.sim.result import JobResult, Result
 from plexrl.sim.workload import Cluster, JobPlan, Workload
 from plexrl.types import DoesNotFit, PlexrlError, Tenant
 
+# account -> its shares of the pool, and its users' shares of the account
+AccountShares = Mapping[str, tuple[float, Mapping[str, float]]]
 _EVERY = 20_000  # events between two reports of progress
 
 
@@ -31,6 +33,8 @@ def run(
     compare_alone: bool = True,
     warm: bool = False,
     virtual: bool = True,
+    shares: AccountShares | None = None,
+    until_us: int | None = None,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> Result:
     """Run the whole workload; equal arguments give equal results (`Result.fingerprint`).
@@ -38,12 +42,14 @@ def run(
     name: the policy's in the result, else its placement and order. keep_timeline: keep bars and marks. compare_alone:
     compute each job's `alone_us`. warm: what a job's groups will be busy is known, as from an earlier run's trace; else
     the scheduler's priors hold. virtual: gangs are resident together when their bytes fit (CUDA); else only when
-    their fixed extents do not overlap. progress: told (jobs ended, events, now_us) now and then.
+    their fixed extents do not overlap. shares: of accounts, where they are not all alike. until_us: the run ends there;
+    jobs that have not ended then have an end_us of -1. progress: told (jobs ended, events, now_us) now and then.
     Raises PlexrlError when the scheduler leaves jobs waiting for ever, which is a fault of it.
     """
     began = perf_counter()
     simulation = _Simulation(workload, policy, virtual, keep_timeline, compare_alone or warm, warm)
-    simulation.run(progress)
+    simulation.share(shares or {})
+    simulation.run(progress, until_us)
     return simulation.result(name or f"{policy.placement}/{policy.order}", perf_counter() - began)
 
 
@@ -118,7 +124,11 @@ class _Simulation:
         self._alone: dict[str, int] = {}
         self._left = len(workload.jobs)
 
-    def run(self, progress: Callable[[int, int, int], None] | None) -> None:
+    def share(self, shares: AccountShares) -> None:
+        for account, (part, users) in shares.items():
+            self._scheduler.set_share(0, account, part, users)
+
+    def run(self, progress: Callable[[int, int, int], None] | None, until_us: int | None) -> None:
         cluster, workload = self._cluster, self._workload
         self._scheduler.start(0)
         cluster.do(self._scheduler.startup_done(0))
@@ -127,7 +137,7 @@ class _Simulation:
             cluster.at(plan.arrival_us, self._arrive, plan)
         told = 0
         step = cluster.step
-        while self._left:
+        while self._left and (until_us is None or cluster.now < until_us):
             if not step():
                 waiting = [job for job, program in self._programs.items() if program.end_us < 0]
                 raise PlexrlError(

@@ -88,3 +88,21 @@ def test_a_configuration_gives_the_policy(tmp_path):
     assert given.returncode == 0, given.stderr
     hours = [json.loads(shown.stdout)["rows"][0]["hours"] for shown in (given, isolated)]
     assert hours[0] == hours[1]
+
+
+def test_a_configuration_gives_the_shares(tmp_path):
+    """They reach the scheduler: the same jobs go in another order."""
+    config = tmp_path / "plexrl.yaml"
+    head = f"state_dir: {tmp_path}\nmodels: {{m: {{path: {tmp_path}, engine: noop}}}}\nscheduler: {{order: fair}}\n"
+    asked = ("simulate", "--workload", "mixed:nodes=1,jobs=6,load=3,steps=[3, 4]")
+    asked += ("--config", str(config), "--json")
+    rows = []
+    for shares in ("{}", "{a0: {shares: 100}, a1: {shares: 0}, a2: {shares: 0}}"):
+        config.write_text(f"{head}shares: {shares}\n")
+        done = plexrl(*asked)
+        assert done.returncode == 0, done.stderr
+        rows += json.loads(done.stdout)["rows"]
+    assert all(sum(row["accounts"].values()) == pytest.approx(1) for row in rows)
+    assert rows[0]["stretch_mean"] != rows[1]["stretch_mean"]
+    config.write_text(f"{head}shares_from: slurm\n")
+    assert "there is no Slurm in a simulation" in plexrl(*asked).stderr
