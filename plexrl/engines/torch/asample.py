@@ -13,8 +13,10 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from plexrl.engines.protocol import UserError
 from plexrl.engines.torch.crossing import Tally
+from plexrl.types import Result
 
 _NOT_BUILT = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
+PROTO = "application/x-protobuf"
 EMPTY = -99999.0  # the client's mark for a cell of a top-k table that holds nothing
 
 
@@ -128,6 +130,17 @@ class Request:
             sequence.top = [(np.frombuffer(i, "<i4"), np.frombuffer(v, "<f4")) for i, v in found.top]
             sequence.stopped = found.stopped
             sequence.generator.set_state(torch.frombuffer(bytearray(found.generator), dtype=torch.uint8))
+
+    def result(self) -> Result:
+        """Of a call whose sequences have all ended."""
+        return Result(
+            content_type=PROTO,
+            body=self.answer(),
+            units=len(self.prompt) + sum(len(sequence.tokens) for sequence in self.sequences),
+            cpu_us=int(self.cpu_ns) // 1000,
+            moved_bytes=self.tally.bytes,
+            moved_us=self.tally.us,
+        )
 
     def answer(self) -> bytes:
         """The SampleResponse."""

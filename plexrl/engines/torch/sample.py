@@ -29,7 +29,6 @@ from plexrl.memory.device import Device
 from plexrl.memory.gate import Seat
 from plexrl.types import BadInput, Moved, PlexrlError, Result, Slab
 
-PROTO = "application/x-protobuf"
 # Prompt tokens that one step reads at most before it decodes (a longer prompt goes alone): steps bound a pause's delay.
 PREFILL_TOKENS = 1024
 
@@ -273,16 +272,7 @@ class Sampler:
                 self._table.remove(sequence)
             if request.ended and request.call_id in self._requests:
                 self._forget(request)
-                drawn_tokens = sum(len(s.tokens) for s in request.sequences)
-                result = Result(
-                    content_type=PROTO,
-                    body=request.answer(),
-                    units=len(request.prompt) + drawn_tokens,
-                    cpu_us=int(request.cpu_ns) // 1000,
-                    moved_bytes=request.tally.bytes,
-                    moved_us=request.tally.us,
-                )
-                ended.append((request.call_id, result))
+                ended.append((request.call_id, request.result()))
         return ended
 
     def _forget(self, request: Request) -> None:
