@@ -46,6 +46,7 @@ int slurm_spank_init_failure_mode = ESPANK_JOB_FAILURE;	/* never drain a node fo
 #define GRACE_S 5		/* the helper keeps its own deadline; ours is this much later */
 #define ATTACHED "SLURM_PLEXRL_JOB"	/* marker: the job id that was attached; survives --export=NONE */
 #define COPY "SLURM_PLEXRL_ENV_"	/* prefix of copies that steps under --export=NONE restore from */
+#define STALENESS "PLEXRL_MAX_STALENESS"	/* the one variable of the job's own that the helper reads */
 #define ASKED "SLURM_SPANK_PLEXRL_POOL"	/* what spank_job_control_setenv becomes on the node */
 #define OPTION_ENV "_SLURM_SPANK_OPTION_plexrl_plexrl_pool"	/* how the option itself travels, in two spellings */
 
@@ -353,10 +354,12 @@ static int high_pipe(int ends[2])
 	return ends[0] < 0 || ends[1] < 0 ? -1 : 0;
 }
 
-static pid_t spawn_helper(const char *pool, uint32_t job, uint32_t restart, int out)
+/* staleness: STALENESS=N as the job was submitted with it, or "". */
+static pid_t spawn_helper(const char *pool, uint32_t job, uint32_t restart, char *staleness, int out)
 {
 	char fd_text[16], deadline[16], job_text[48], restart_text[48];
-	char *argv[16], *envp[] = { job_text, restart_text, "PATH=/usr/bin:/bin", "LANG=C.UTF-8", NULL };
+	char *argv[16], *envp[] = { job_text, restart_text, "PATH=/usr/bin:/bin", "LANG=C.UTF-8",
+				    *staleness ? staleness : NULL, NULL };
 	posix_spawn_file_actions_t actions;
 	posix_spawnattr_t attr;
 	sigset_t none, all;
@@ -506,8 +509,8 @@ static uint32_t restart_count(spank_t sp)
 static void attach(spank_t sp, const char *pool, uint32_t job)
 {
 	static char text[OUTPUT_MAX + 1];
-	char job_text[16];
-	int out[2];
+	char job_text[16], value[16], staleness[sizeof(STALENESS) + sizeof(value)] = "";
+	int out[2], rc;
 	pid_t pid;
 
 	if (site.error)
@@ -517,7 +520,12 @@ static void attach(spank_t sp, const char *pool, uint32_t job)
 	check_helper();
 	if (lifeline[0] < 0 || high_pipe(out))
 		stop_task("no pipe for the attach helper: %s", strerror(errno));
-	pid = spawn_helper(pool, job, restart_count(sp), out[1]);
+	rc = spank_getenv(sp, STALENESS, value, sizeof(value));
+	if (rc == ESPANK_SUCCESS)
+		snprintf(staleness, sizeof(staleness), STALENESS "=%s", value);
+	else if (rc != ESPANK_ENV_NOEXIST)
+		stop_task("the job's variable " STALENESS " cannot be read, or is too long for a number");
+	pid = spawn_helper(pool, job, restart_count(sp), staleness, out[1]);
 	close(out[1]);
 	hear_helper(pid, out[0], text);
 	close(out[0]);

@@ -43,6 +43,7 @@ def attach(options: argparse.Namespace) -> dict[str, str]:
         secret=secret,
         lifeline=options.lifeline,
         munge_socket=options.munge_socket,
+        max_staleness=launch.own_max_staleness(),
     )
     started = launch.start(settings, options.deadline)
     return launch.environment(started.port, secret, options.pool, launch.own_no_proxy())

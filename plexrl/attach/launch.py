@@ -12,6 +12,9 @@ import msgspec
 from plexrl.attach.settings import Settings
 from plexrl.types import BadInput, PlexrlError, Unavailable
 
+STALENESS = "PLEXRL_MAX_STALENESS"
+"""The variable that a job is submitted (or attached) with."""
+
 # The proxy's own deadline comes first, because it knows what it waited for.
 _MARGIN_S = 3.0
 
@@ -82,6 +85,18 @@ def environment(port: int, secret: str, pool: str, no_proxy: str) -> dict[str, s
 def own_no_proxy() -> str:
     """What this process's environment says of hosts to be reached directly."""
     return os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+
+
+def own_max_staleness() -> int | None:
+    """What PLEXRL_MAX_STALENESS of this process's environment says. Raises BadInput for anything but a count."""
+    text = os.environ.get(STALENESS, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise BadInput(
+            f"{STALENESS} is {text[:40]!r}", "Give how many published versions behind the newest are allowed, from 0"
+        )
+    return int(text)
 
 
 def _first_line(process: subprocess.Popen[bytes], ends: float) -> _Line:

@@ -192,9 +192,8 @@ class Link:
             if self.state is not State.REFUSED:
                 self.state = State.GREETING
                 self.why = f"the head of pool {settings.pool!r} has not admitted this job yet"
-            self._client.send(
-                messages.encode(messages.Hello(settings.pool, credential, settings.job, settings.restart))
-            )
+            hello = messages.Hello(settings.pool, credential, settings.job, settings.restart, settings.max_staleness)
+            self._client.send(messages.encode(hello))
 
     def _drop(self, why: str) -> None:
         if self._client is not None:

@@ -45,6 +45,7 @@ def attach_and_run(
             secret=secret,
             lifeline=lifeline,
             munge_socket=munge_socket,
+            max_staleness=launch.own_max_staleness(),
         )
         started = launch.start(settings, deadline)
         os.close(lifeline)

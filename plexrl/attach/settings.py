@@ -23,6 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pool_uids: whose registry files are believed, beside root's. job, restart: the Slurm job, or for a private pool
     without Slurm a process id and 0. secret: the API key that the job's programs show. lifeline: an inherited pipe's
     read end; the proxy ends when its last writer does. deadline: seconds to be admitted in, else the start fails.
+    max_staleness: published versions behind the newest that the job may draw from; None: any number.
     """
 
     pool: str
@@ -33,5 +34,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     secret: str
     lifeline: int
     munge_socket: str | None = None
+    max_staleness: int | None = None
     deadline: float = 40.0
     holds: Holds = Holds()

@@ -203,6 +203,7 @@ class Limits(Section):
     pending_calls: Count = 4096
     body_bytes: Bytes = 64 * 2**20
     versions_per_model: Count = 2
+    versions_on_nvme: Count = 8
     sequence_gap_us: Annotated[Microseconds, Field(gt=0)] = Field(default=330_000_000, alias="sequence_gap")
     session_timeout_us: Annotated[Microseconds, Field(gt=0)] = Field(default=120_000_000, alias="session_timeout")
 

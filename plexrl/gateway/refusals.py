@@ -9,6 +9,8 @@ from plexrl.types import ApiError
 class NotBuilt(ApiError):
     """A part of the API that this pool does not have. 400: the SDK raises BadRequestError and does not retry."""
 
+    kind = "not_built"
+
     def __init__(self, feature: str, mend: str, status: int = 400) -> None:
         super().__init__(status, f"{feature} is not built in this version of PlexRL", mend)
 

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from plexrl.gateway import own
-from plexrl.gateway.refusals import NotBuilt
 from plexrl.types import (
     AnyAnswer,
     AnyCommand,
@@ -69,7 +68,7 @@ def render(command: AnyCommand, answer: AnyAnswer) -> HttpResponse:
 
 def render_error(error: ApiError) -> HttpResponse:
     """`{"detail": "what. mend", "type", "mend"}`; a 429 also says when to come again."""
-    kind = "not_built" if isinstance(error, NotBuilt) else _ERROR_TYPES.get(error.status, "error")
+    kind = error.kind or _ERROR_TYPES.get(error.status, "error")
     body = _encode({"detail": str(error), "type": kind, "mend": error.mend})
     headers = _JSON | {"retry-after-ms": "1000"} if error.status == 429 else _JSON
     return HttpResponse(status=error.status, headers=headers, body=body)

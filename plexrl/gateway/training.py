@@ -119,7 +119,23 @@ def forward_backward(request: HttpRequest, max_context: int) -> Train:
         body=request.body,
         digest=hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest(),
         units=units,
+        drawn_by=_drawn_by(message),
     )
+
+
+def _drawn_by(message: pb.ForwardBackwardRequest) -> tuple[str, ...]:
+    """Sampling sessions that the sampled tokens of the data came from, by their provenance, each once.
+
+    The pool's sequence ids are `<sampling session>:<seq>:<index>`; what is none of the pool's names no session.
+    """
+    found = {
+        span.sampled_tokens.sequence_id.rpartition(":")[0].rpartition(":")[0]
+        for datum in message.data
+        for spans in (datum.model_input_spans, datum.loss_fn_input_spans)
+        for span in spans
+        if span.WhichOneof("span") == "sampled_tokens"
+    }
+    return tuple(sorted(found))
 
 
 def _check_data(message: pb.ForwardBackwardRequest, max_context: int) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from plexrl.memory import numa, pages, room
+from plexrl.memory.checksum import checksum
 from plexrl.types import BadInput, DoesNotFit, Slab
 
 if TYPE_CHECKING:
@@ -238,6 +239,10 @@ class ArenaMap:
             self.registrations = Registrations(done.count + 1, done.seconds + time.perf_counter() - begun)
         self._views[slab, readonly] = view
         return view
+
+    def checksum(self, slab: Slab, name: str) -> str:
+        """Of the bytes of a version's slab, mapped or not; see memory.checksum."""
+        return checksum(self._fd, slab.offset, slab.size, name)
 
     def drop(self, slab: Slab, readonly: bool | None = None) -> None:
         """Unmap the slab: a view of it that somebody kept ends the process when it is used. Twice is no error.

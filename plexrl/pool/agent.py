@@ -111,7 +111,7 @@ class Agent:
         match message:
             case m.Shutdown():
                 self._stop.set()
-            case m.Allocate() | m.Free() | m.Spill() | m.Refill() | m.Spawn() | m.Kill():
+            case m.Allocate() | m.Free() | m.Spill() | m.Refill() | m.Fill() | m.Spawn() | m.Kill():
                 new, reply = self._replies.take(message.id)
                 if new:
                     task = asyncio.create_task(self._obey(message))
@@ -131,7 +131,7 @@ class Agent:
 
     async def _do(self, message: m.Message) -> dict[str, object]:
         match message:
-            case m.Allocate() | m.Free() | m.Spill() | m.Refill():
+            case m.Allocate() | m.Free() | m.Spill() | m.Refill() | m.Fill():
                 return await self._memory.do(message)
             case m.Spawn():
                 return {"pid": await self._spawn(message)}

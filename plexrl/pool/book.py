@@ -32,7 +32,10 @@ class Session:
 
 @dataclass
 class Model:
-    """A deployment. next_seq: the next training call that may run. held: calls that came before their turn."""
+    """A deployment. next_seq: the next training call that may run. held: calls that came before their turn.
+
+    versions: all that were published of it, in order.
+    """
 
     created: r.ModelCreated
     next_seq: int = 1
@@ -43,6 +46,7 @@ class Model:
     lost: bool = False
     applied: int = 0
     checkpoint: str = ""
+    versions: list[str] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -64,10 +68,15 @@ class Group:
 
 @dataclass
 class Version:
-    """A published snapshot. in_memory: its slabs still exist on the nodes named."""
+    """A published snapshot. nodes: where there is a slab of it now, be it spilled to NVMe.
+
+    number: the how manieth of its model, from 1. readers: sessions that have a sampling session of it and live.
+    """
 
     published: r.VersionPublished
-    in_memory: bool = True
+    nodes: tuple[str, ...]
+    number: int
+    readers: set[str] = field(default_factory=set)
 
 
 class Entry(Struct, gc=False):
@@ -109,8 +118,14 @@ class Book:
         return [m for m in self.models.values() if m.created.group == group and not m.ended]
 
     def model_versions(self, model: str) -> list[Version]:
-        """Snapshots of a model that are in memory, oldest first."""
-        return [v for v in self.versions.values() if v.published.model == model and v.in_memory]
+        """Snapshots of a model that the nodes have, oldest first."""
+        return [v for name in self.models[model].versions if (v := self.versions[name]).nodes]
+
+    def behind(self, version: str) -> tuple[int, str]:
+        """How many versions of its model were published after this one, and the newest of them (else itself)."""
+        known = self.versions[version]
+        versions = self.models[known.published.model].versions
+        return len(versions) - known.number, versions[-1]
 
     def release(self, model: Model) -> list[str]:
         """Held calls whose turn has come, in order; next_seq moves past them and past consumed seq ids."""
@@ -151,6 +166,8 @@ class Book:
 
     def _session_ended(self, record: r.SessionEnded) -> None:
         self.sessions[record.session].ended = record.reason
+        for version in self.versions.values():
+            version.readers.discard(record.session)
 
     def _group_placed(self, record: r.GroupPlaced) -> None:
         self.groups[record.spec.group] = Group(record)
@@ -167,13 +184,20 @@ class Book:
         model.ended, model.lost = record.reason, record.lost
 
     def _version_published(self, record: r.VersionPublished) -> None:
-        self.versions[record.version] = Version(record, in_memory=bool(record.nodes))
+        versions = self.models[record.model].versions
+        versions.append(record.version)
+        self.versions[record.version] = Version(record, nodes=record.nodes, number=len(versions))
 
     def _version_dropped(self, record: r.VersionDropped) -> None:
-        self.versions[record.version].in_memory = False
+        self.versions[record.version].nodes = ()
+
+    def _version_kept(self, record: r.VersionKept) -> None:
+        self.versions[record.version].nodes = record.nodes
 
     def _sampler_opened(self, record: r.SamplerOpened) -> None:
         self.samplers[record.sampler] = record
+        if record.version:
+            self.versions[record.version].readers.add(record.session)
 
     def _seq_consumed(self, record: r.SeqConsumed) -> None:
         model = self.models[record.model]
@@ -238,6 +262,7 @@ _APPLY = {
     r.ModelEnded: Book._model_ended,
     r.VersionPublished: Book._version_published,
     r.VersionDropped: Book._version_dropped,
+    r.VersionKept: Book._version_kept,
     r.SamplerOpened: Book._sampler_opened,
     r.SeqConsumed: Book._seq_consumed,
     r.CallAccepted: Book._call_accepted,

@@ -276,8 +276,9 @@ class Deployments:
             self._turns.remove(name)
 
     def _open_calls(self, model: Model) -> list[Call]:
-        """Calls of the model, and samples from its versions by whatever job."""
-        mine = {v.published.version for v in self._core.book.model_versions(model.id)} | {model.id}
+        """Calls of the model, and samples from its versions that no session reads any more."""
+        versions = self._core.book.model_versions(model.id)
+        mine = {v.published.version for v in versions if not v.readers} | {model.id}
         entries = self._core.book.entries
         calls = (entries[id].accepted.call for ids in self._core.book.open_calls.values() for id in ids)
         return [call for call in calls if call.deployment in mine]

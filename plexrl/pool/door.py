@@ -155,6 +155,7 @@ class Door:
                 uid=peer.uid,
                 user=peer.user,
                 account=peer.account,
+                max_staleness=hello.max_staleness,
                 qos=peer.qos,
                 partition=peer.partition,
                 declared_gpus=peer.declared_gpus,

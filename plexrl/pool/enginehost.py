@@ -84,10 +84,10 @@ def _build(settings: Settings):
     from plexrl.pool.trainhost import TrainHost, TrainRank, follow
 
     spec = msgspec.convert(settings.engine, EngineSpec)
-    engine, kept = _engine(settings, spec)
+    engine, arena, kept = _engine(settings, spec)
     if spec.role is Role.SAMPLE:
-        return SampleHost(engine, settings.node), kept, None
-    rank = TrainRank(engine, spec.rank, settings.node, settings.first_on_node)
+        return SampleHost(engine, settings.node, arena), kept, None
+    rank = TrainRank(engine, spec.rank, settings.node, settings.first_on_node, arena)
     lockstep = Lockstep(spec.rank, spec.world, f"{spec.rendezvous}.steps", spec.interface)
     told = lockstep.collect(kept.to_bytes(8, "little"))
     if spec.rank == 0:
@@ -99,7 +99,7 @@ def _engine(settings: Settings, spec):
     from plexrl.engines.protocol import build
 
     if spec.engine == "noop":
-        return build(spec, None, None), 0
+        return build(spec, None, None), None, 0
     import torch
 
     from plexrl.pool import rankplace
@@ -112,7 +112,7 @@ def _engine(settings: Settings, spec):
     engine = build(spec, *place)
     if mark is not None:
         mark[0] = 1
-    return engine, rankplace.kept(place, spec)
+    return engine, place.arena, rankplace.kept(place, spec)
 
 
 def _wait_filled(mark) -> None:
@@ -201,6 +201,7 @@ class _Leader:
             value = self._host.order(order.verb, order.args)
         except PlexrlError as error:
             category = "undone" if isinstance(error, Undone) else "user" if error.exit_code == 2 else "server"
+            category = getattr(error, "category", category)
             return m.Reply(id=order.id, ok=False, error=str(error), category=category)
         if order.verb in ("offload", "load"):
             self._resident = order.verb == "load"

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from plexrl.pool import messages as m
-from plexrl.pool.book import Group
+from plexrl.pool.book import Group, Version
 from plexrl.pool.core import Core
 from plexrl.pool.links import OrderFailed
 from plexrl.pool.needs import beside_extent, group_sizes
@@ -21,6 +21,15 @@ _KILL_S = 30.0
 def node_of(gpu: str) -> str:
     """The node of a GPU name."""
     return gpu.rpartition(":")[0]
+
+
+def version_left(core: Core, version: Version, nodes: Collection[str]) -> None:
+    """These nodes have a version no more."""
+    left, name = tuple(node for node in version.nodes if node not in nodes), version.published.version
+    if left and left != version.nodes:
+        core.commit(records.VersionKept(now_us=core.now_us(), version=name, nodes=left))
+    elif left != version.nodes:
+        core.commit(records.VersionDropped(now_us=core.now_us(), version=name))
 
 
 def nodes_of(gang: Gang) -> tuple[str, ...]:
@@ -188,9 +197,8 @@ class Gangs:
         for name, future in self._built.items():
             if node in nodes_of(self.find(name)[1]) and not future.done():
                 future.set_exception(Unavailable(f"the agent of {node} ended while {name} was built"))
-        for name, version in self._core.book.versions.items():
-            if version.in_memory and node in version.published.nodes:
-                self._core.commit(records.VersionDropped(now_us=self._core.now_us(), version=name))
+        for version in self._core.book.versions.values():
+            version_left(self._core, version, {node})
         return list(self.missing(node, set()))
 
     def disown(self, gang_id: str) -> bool:

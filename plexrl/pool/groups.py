@@ -181,20 +181,23 @@ class Groups:
         return True
 
     async def close(self, model: Model) -> list[str]:
-        """Take an ended deployment off its gang and free its memory; retire groups that served it alone: their ids."""
+        """Take an ended deployment off its gang and free its memory; retire groups that served it alone: their ids.
+
+        Versions that sessions still sample from stay, with their samplers.
+        """
         core, created = self._core, model.created
         self.withdraw(created.group)
         group = core.book.groups.get(created.group)
         if group is None:
             return []
         for version in core.book.model_versions(model.id):
-            await self.snapshots.drop(version)
+            await self.snapshots.settle(version)
         full = group.placed.kind == "full"
         isolated = core.config.scheduler.placement == "isolated"
         retired = []
         if full or (isolated and not core.book.live_models(created.group)):
             sampler = self.find(created.base, Role.SAMPLE, group.placed.kind, model.id if full else "", created.job)
-            for one in (group, sampler):
+            for one in (group, None if sampler is None or self._read(sampler) else sampler):
                 if one is not None and await self.retire(one.placed.spec.group, f"{model.id} ended"):
                     retired.append(one.placed.spec.group)
         elif not group.ended and not await self.states.drop(model):
@@ -202,6 +205,30 @@ class Groups:
         await self.states.free(model)
         self.tiers.forget(model)
         return retired
+
+    async def retire_unread(self) -> list[str]:
+        """Retire samplers that outlived whom they were made for, when nobody samples from them any more: their ids."""
+        core, retired = self._core, []
+        isolated = core.config.scheduler.placement == "isolated"
+        for name, group in list(core.book.groups.items()):
+            placed = group.placed
+            if group.ended or placed.spec.role is not Role.SAMPLE:
+                continue
+            alone = core.book.models[placed.model].ended if placed.model else ""
+            if isolated and not placed.model:
+                alone = core.book.jobs[placed.spec.owner].ended
+            if alone and not self._read(group) and await self.retire(name, "nobody samples from it"):
+                retired.append(name)
+        return retired
+
+    def _read(self, sampler: Group) -> bool:
+        """Whether a session that lives samples from a version that these samplers serve."""
+        book = self._core.book
+        for created in [book.models[v.published.model].created for v in book.versions.values() if v.readers]:
+            kind, model = ("lora", "") if created.lora_rank is not None else ("full", created.model)
+            if self.find(created.base, Role.SAMPLE, kind, model, created.job) is sampler:
+                return True
+        return False
 
     async def tidy(self, node: str, slabs: tuple[str, ...]) -> None:
         """After a change of the head: free what only the last one knew how to free."""
@@ -213,7 +240,7 @@ class Groups:
                     model = book.models.get(rest.rpartition(":")[0])
                     needed = model is not None and not model.ended
                 case "version":
-                    needed = rest in book.versions and book.versions[rest].in_memory
+                    needed = rest in book.versions and node in book.versions[rest].nodes
                 case "park":
                     needed = rest in self.gangs.hosts
                 case _:

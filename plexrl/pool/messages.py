@@ -108,6 +108,25 @@ class Refill(Message):
     gpu: int = -1
 
 
+class Fill(Message):
+    """Order: a new slab with the weights of a version, from its folder; the existing one of that name. Value: slab.
+
+    model_dir, dtype, lora_rank, attn, mlp, unembed: what the weights are of. Category `user`: no room, or no such file.
+    """
+
+    id: int
+    name: str
+    owner: int
+    folder: str
+    model_dir: str
+    dtype: str
+    lora_rank: int | None
+    attn: bool
+    mlp: bool
+    unembed: bool
+    gpu: int = -1
+
+
 class Spawn(Message):
     """Order: start one rank of a gang. base: name and size of the frozen base's slab, if it has one. Value: pid.
 
@@ -252,6 +271,7 @@ AnyMessage = (
     | Free
     | Spill
     | Refill
+    | Fill
     | Spawn
     | Kill
     | Shutdown

@@ -14,12 +14,13 @@ from plexrl.memory.gate import GATE_BYTES, SEATS, Gate
 from plexrl.memory.nvme import Tier
 from plexrl.memory.pages import create_memfd
 from plexrl.pool import messages as m
+from plexrl.pool import versionfile
 from plexrl.types import BadInput, DoesNotFit, Slab
 
 log = logging.getLogger("plexrl.agent")
 SHARED = -1
 
-SlabOrder = m.Allocate | m.Free | m.Spill | m.Refill
+SlabOrder = m.Allocate | m.Free | m.Spill | m.Refill | m.Fill
 
 
 class NodeMemory:
@@ -81,6 +82,8 @@ class NodeMemory:
             if tier is not None and name in tier.names():
                 raise BadInput(f"slab {name!r} is on NVMe", "Refill it")
             return {"slab": self.arena.alloc(name, order.size, order.owner, self._numa(order.gpu))}
+        if isinstance(order, m.Fill):
+            return {"slab": versionfile.fill(self.arena, order, self._numa(order.gpu))}
         if tier is None:
             raise BadInput(f"{self._node} has no tier below its host memory", "Add section nvme to plexrl.yaml")
         if isinstance(order, m.Spill):

@@ -87,6 +87,7 @@ class Reception:
         before = self.agents.get(agent.node)
         self.agents[agent.node] = agent
         self._groups.tiers.met(agent.node, agent.spilled)
+        self._groups.snapshots.met(agent.node, agent.spilled)
         self._arrived.set()
         if before is not None and before.birth != agent.birth:
             self._core.links.forget(name)

@@ -25,10 +25,11 @@ class Results:
             case CallKind.LOAD_STATE:
                 body = {"path": work["path"]}
             case CallKind.PUBLISH:
-                body = self._published(accepted)
+                body = self._published(accepted, record.body.decode())
                 headers = {"x-plexrl-version": str(work["version"])}
             case CallKind.SAMPLE:
-                return msgspec.structs.replace(record, headers={"x-plexrl-version": str(work["version"])})
+                version = str(work["version"])
+                return msgspec.structs.replace(record, headers={"x-plexrl-version": version} if version else {})
             case _:
                 return record
         payload = msgspec.json.encode({key: value for key, value in body.items() if value is not None})
@@ -40,7 +41,7 @@ class Results:
         if call.kind is CallKind.PUBLISH and accepted.work["version"] not in self._core.book.versions:
             self._core.spawn(self._snapshots.discard(call.group, str(accepted.work["version"])))
 
-    def _published(self, accepted: records.CallAccepted) -> dict[str, object]:
+    def _published(self, accepted: records.CallAccepted, checksum: str) -> dict[str, object]:
         core, work = self._core, accepted.work
         model = core.book.models[accepted.call.deployment]
         created = model.created
@@ -59,9 +60,12 @@ class Results:
                 unembed=created.unembed,
                 size=self._snapshots.bytes_of(model),
                 nodes=self._snapshots.nodes(created.group),
-                folder=str(work["folder"]),
+                folder=str(work["folder"]) or self._snapshots.folder(model, str(work["version"])),
+                checksum=checksum,
+                ephemeral=not work["folder"],
             )
         )
+        core.spawn(self._snapshots.settle_model(model))
         if not work["sampler"]:
             return {"path": work["version"]}
         core.commit(

@@ -4,10 +4,15 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from plexrl.engines.protocol import SampleEngine, Undone, UserError
+from plexrl.memory.checksum import Damaged
 from plexrl.pool.messages import Outcome, Progress, Work, slab_of
-from plexrl.types import Moved, PlexrlError
+from plexrl.types import Moved, PlexrlError, Slab
+
+if TYPE_CHECKING:
+    from plexrl.memory.arena import ArenaMap
 
 log = logging.getLogger("plexrl.enginehost")
 PROGRESS_S = 0.1
@@ -17,8 +22,10 @@ PROGRESS_S_PER_BYTE = 1e-6  # the whole is told each time: many long answers, mo
 class SampleHost:
     """The calls of one replica. CPU time of a step is split evenly among the calls that were live in it."""
 
-    def __init__(self, engine: SampleEngine, node: str):
+    def __init__(self, engine: SampleEngine, node: str, arena: "ArenaMap | None" = None):
+        """arena: None of an engine that has no memory."""
         self._engine = engine
+        self._arena = arena
         self._node = node
         self._live: OrderedDict[str, float] = OrderedDict()
         self._cpu_us: dict[str, float] = {}
@@ -95,6 +102,8 @@ class SampleHost:
                 slab = args["slabs"].get(self._node)
                 if args["slabs"] and slab is None:
                     raise PlexrlError(f"version {args['version']} is not on node {self._node}")
+                if slab is not None:
+                    self._verify(args["version"], slab_of(slab), args.get("checksum", ""))
                 self._engine.attach(
                     args["version"],
                     slab_of(slab) if slab else None,
@@ -116,6 +125,16 @@ class SampleHost:
             case _:
                 raise PlexrlError(f"a sampler does not do {verb}")
         return {}
+
+    def _verify(self, version: str, slab: Slab, checksum: str) -> None:
+        """Before anything is drawn by it. Raises Damaged."""
+        if self._arena is None or not checksum or version in self.versions:
+            return
+        if (found := self._arena.checksum(slab, version)) != checksum:
+            raise Damaged(
+                f"version {version} is damaged in the memory of {self._node}: expected {checksum}, found {found}",
+                "Publish it again",
+            )
 
     def _switch(self, move: Callable[[], Moved]) -> Moved:
         try:

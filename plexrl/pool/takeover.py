@@ -5,6 +5,7 @@ import asyncio
 from plexrl.pool import messages as m
 from plexrl.pool.core import Core
 from plexrl.pool.deployments import Deployments
+from plexrl.pool.gangs import version_left
 from plexrl.pool.groups import Groups
 from plexrl.pool.reception import Reception
 from plexrl.pool.rules import set_shares
@@ -43,7 +44,7 @@ class Takeover:
             if not group.ended:
                 core.commit(records.GroupEnded(now_us=core.now_us(), group=name, reason="the pool's allocation ended"))
         for name, version in book.versions.items():
-            if version.in_memory:
+            if version.nodes:
                 core.commit(records.VersionDropped(now_us=core.now_us(), version=name))
         for entry in [e for e in book.entries.values() if e.ended is None]:
             core.fail(entry.id, "the pool's allocation ended while the call was open", "server")
@@ -82,10 +83,9 @@ class Takeover:
 
     def _drop_lost_versions(self) -> None:
         """An agent that is another one has not the memory that snapshots were in."""
-        slabs = {agent.node: set(agent.slabs) for agent in self._reception.agents.values()}
+        slabs = {agent.node: {*agent.slabs, *agent.spilled} for agent in self._reception.agents.values()}
         for name, version in self._core.book.versions.items():
-            if version.in_memory and any(f"version:{name}" not in slabs[node] for node in version.published.nodes):
-                self._core.commit(records.VersionDropped(now_us=self._core.now_us(), version=name))
+            version_left(self._core, version, [n for n in version.nodes if f"version:{name}" not in slabs.get(n, ())])
 
     def _resume_samples(self, holders: dict[str, str]) -> None:
         """Submit open samples again; a replica that holds one which another one draws now is told to drop it."""

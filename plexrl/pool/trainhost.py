@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +17,9 @@ from plexrl.engines.protocol import TrainEngine, Undone, UserError
 from plexrl.pool.lockstep import Lockstep
 from plexrl.pool.messages import Outcome, Work, slab_of
 from plexrl.types import BadInput, CallKind, Moved, PlexrlError, Result
+
+if TYPE_CHECKING:
+    from plexrl.memory.arena import ArenaMap
 
 log = logging.getLogger("plexrl.enginehost")
 _pack = msgspec.msgpack.Encoder().encode
@@ -41,8 +45,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class TrainRank:
     """One rank's side of every step; the same code on all ranks."""
 
-    def __init__(self, engine: TrainEngine, rank: int, node: str, first_on_node: bool):
+    def __init__(self, engine: TrainEngine, rank: int, node: str, first_on_node: bool, arena: "ArenaMap | None" = None):
+        """arena: None of an engine that has no memory."""
         self._engine = engine
+        self._arena = arena
         self._rank = rank
         self._node = node
         self._first_on_node = first_on_node
@@ -79,7 +85,7 @@ class TrainRank:
 
     def _begin(self, kind: str, deployment: str, args: dict, body: bytes) -> Answer:
         self._cpu_us = 0
-        engine = self._engine
+        engine, told = self._engine, b""
         match CallKind(kind):
             case CallKind.FORWARD | CallKind.FORWARD_BACKWARD as which:
                 self._running = engine.forward_backward(deployment, body, which is CallKind.FORWARD)
@@ -94,11 +100,13 @@ class TrainRank:
                 # One snapshot per node: its first rank packs it. Ranks hold the same weights.
                 slab = slab_of(args["slabs"][self._node]) if self._first_on_node else None
                 moved = engine.publish(deployment, slab, Path(args["folder"]) if args["folder"] else None)
+                if slab is not None and self._arena is not None:
+                    told = self._arena.checksum(slab, args["version"]).encode()
             case other:
                 raise BadInput(f"a trainer does not execute {other}")
         result = Result(
             content_type="application/json",
-            body=b"",
+            body=told,
             moved_bytes=moved.bytes_in + moved.bytes_out,
             moved_us=round(moved.seconds * 1e6),
         )

@@ -41,6 +41,7 @@ class Upkeep:
         self._admission = admission
         self._end_job = end_job
         self._publish = publish
+        self._settling: asyncio.Task | None = None
 
     async def watch(self) -> None:
         """Jobs that ended, sessions that fell silent, gaps that never closed."""
@@ -58,10 +59,18 @@ class Upkeep:
         for job, reason in (await self._admission.over(self._attached())).items():
             log.info("job %s is over: %s", job, reason)
             await self._end_job(job, reason)
+        if self._settling is None or self._settling.done():
+            self._settling = core.spawn(self._settle())
         silent_us = core.now_us() - core.config.limits.session_timeout_us
         for name, session in list(core.book.sessions.items()):
             if not session.ended and session.beat_us < silent_us:
                 await self._deployments.end_session(name, "no heartbeat came")
+
+    async def _settle(self) -> None:
+        """Versions to where they belong, and samplers away that nobody samples from."""
+        await self._groups.snapshots.settle_all()
+        for name in await self._groups.retire_unread():
+            self._turns.remove(name)
 
     def _attached(self) -> list[Peer]:
         """Every job that has not ended, also those whose proxy has not come back to this head."""

@@ -64,7 +64,9 @@ class Works:
         if call.kind is CallKind.SAVE_STATE:
             await asyncio.to_thread(_note, Path(str(args["folder"])), msgspec.json.encode(args["meta"]))
         elif call.kind is CallKind.PUBLISH:
-            args["slabs"] = await self._snapshots.make(core.book.models[call.deployment], str(args["version"]))
+            model, version = core.book.models[call.deployment], str(args["version"])
+            args["slabs"] = await self._snapshots.make(model, version)
+            args["folder"] = args["folder"] or self._snapshots.folder(model, version)
         elif call.kind is CallKind.SAMPLE:
             if args["version"]:
                 await self._snapshots.attach(gang_id, core.book.versions[str(args["version"])])

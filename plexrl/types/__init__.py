@@ -50,7 +50,7 @@ from plexrl.types.commands import (
     Train,
     UnloadModel,
 )
-from plexrl.types.errors import ApiError, BadInput, DoesNotFit, PlexrlError, Unavailable
+from plexrl.types.errors import ApiError, BadInput, DoesNotFit, PlexrlError, StaleVersion, Unavailable
 from plexrl.types.groups import Extent, Gang, GroupSpec, Placement, Tenant
 from plexrl.types.http import HttpRequest, HttpResponse, Peer
 from plexrl.types.memory import Moved, Slab
@@ -123,6 +123,7 @@ __all__ = [
     "SoFar",
     "Span",
     "SpanClass",
+    "StaleVersion",
     "Telemetry",
     "Tenant",
     "Train",

@@ -101,18 +101,32 @@ class CapabilitiesList(Struct, frozen=True, kw_only=True):
 
 
 class Version(Struct, frozen=True, kw_only=True):
-    """A published version that can be sampled from. created_us: Unix microseconds."""
+    """A published version that can be sampled from. created_us: Unix microseconds.
+
+    number: the how manieth of its model, from 1. behind: how many were published since. bytes: of its weights.
+    kept: `memory`, `nvme` or `disk`, from where it is read back when it is used. ephemeral: without a name.
+    """
 
     path: str
     base: str
     created_us: int
+    model: str
+    number: int
+    behind: int
+    bytes: int
+    kept: Literal["memory", "nvme", "disk"]
+    ephemeral: bool
 
 
 class ModelsList(Struct, frozen=True, kw_only=True):
-    """Base models of the peer's account, and the versions of its user that are in memory, oldest first."""
+    """Base models of the peer's account, and the versions of its user that can be read, oldest first.
+
+    max_staleness: of the peer's job.
+    """
 
     bases: tuple[Capability, ...]
     versions: tuple[Version, ...]
+    max_staleness: int | None = None
 
 
 class Explained(Struct, frozen=True, kw_only=True):
@@ -132,13 +146,18 @@ class GpuSeen(Struct, frozen=True, kw_only=True):
 
 
 class JobSeen(Struct, frozen=True, kw_only=True):
-    """A job of the peer's user. open_calls: accepted and not ended. explained: why it waits."""
+    """A job of the peer's user. open_calls: accepted and not ended. explained: why it waits.
+
+    versions: by model, the newest that was published of it.
+    """
 
     job: str
     user: str
     open_calls: int
     models: tuple[str, ...]
     explained: str
+    versions: dict[str, str] = field(default_factory=dict)
+    max_staleness: int | None = None
 
 
 class Seen(Struct, frozen=True, kw_only=True):

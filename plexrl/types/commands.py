@@ -103,6 +103,7 @@ class Train(Command, frozen=True, tag="train"):
     digest: sha256 of what identifies the data, "" where the SDK renews fields on a retry.
     units: tokens (0 where a call has none). name: of what is saved or published. path: what is loaded.
     optimizer: load_state restores the optimizer too. sampler_seq: publish opens a sampling session.
+    drawn_by: sampling sessions that drew the data, as far as its provenance says so.
     Done bodies: forward, forward_backward protobuf ForwardBackwardOutput; optim_step `{"metrics": {..}}`;
     save_state, load_state `{"path": ..}`; publish `{"path": ..}` by name, else `{"sampling_session_id": ..}`.
     """
@@ -120,6 +121,7 @@ class Train(Command, frozen=True, tag="train"):
     sampler_seq: int | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
+    drawn_by: tuple[str, ...] = ()
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

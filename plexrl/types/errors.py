@@ -34,10 +34,28 @@ class ApiError(PlexrlError):
     """A refusal that a client sees as an HTTP status with a JSON body.
 
     consumed: (model, seq) of a refused training call. The client counts that seq as used, so the head must too.
+    kind: the body's `type`, "" where the status says it all.
     """
 
     consumed: tuple[str, int] | None = None
+    kind = ""
 
     def __init__(self, status: int, what: str, mend: str = "") -> None:
         super().__init__(what, mend)
         self.status = status
+
+
+class StaleVersion(ApiError):
+    """What drew, or would draw, is more versions behind the newest of its model than the job allows (max_staleness)."""
+
+    kind = "stale_version"
+
+    def __init__(self, version: str, newest: str, behind: int, allowed: int, mend: str) -> None:
+        super().__init__(
+            400,
+            f"version {version!r} is {behind} behind {newest!r}, the newest of its model; this job allows {allowed} "
+            "(max_staleness)",
+            mend,
+        )
+        self.version = version
+        self.newest = newest

@@ -40,6 +40,7 @@ class JobAttached(Record):
     """(durable) A logical job was admitted. job: `<Slurm job id>.<restart count>`.
 
     qos, partition: of its Slurm job. declared_gpus: what its script asked Slurm for, before that was taken out.
+    max_staleness: how many versions behind the newest of a model it lets itself draw and train; None: any number.
     """
 
     job: str
@@ -50,6 +51,7 @@ class JobAttached(Record):
     qos: str = ""
     partition: str = ""
     declared_gpus: int = 0
+    max_staleness: int | None = None
 
 
 class JobEnded(Record):
@@ -125,7 +127,11 @@ class ModelEnded(Record):
 
 
 class VersionPublished(Record):
-    """(durable) An immutable snapshot of a model's weights exists. folder: its place on disk, "" if in memory only."""
+    """(durable) An immutable snapshot of a model's weights exists. folder: its place on disk, "" if in memory only.
+
+    nodes: where it was packed into memory. checksum: of its bytes, by `memory.checksum`; "" of an engine without any.
+    ephemeral: it has no name of its user's, and goes with the sessions that read it.
+    """
 
     version: str
     model: str
@@ -140,12 +146,21 @@ class VersionPublished(Record):
     size: int
     nodes: tuple[str, ...]
     folder: str
+    checksum: str = ""
+    ephemeral: bool = False
 
 
 class VersionDropped(Record):
-    """(durable) The in-memory snapshot is gone; one with a folder can be read back."""
+    """(durable) The nodes have the snapshot no more, neither in memory nor on NVMe; a folder can be read back."""
 
     version: str
+
+
+class VersionKept(Record):
+    """(durable) The nodes that have the snapshot are others now: one was lost, or has read it from its folder."""
+
+    version: str
+    nodes: tuple[str, ...]
 
 
 class SamplerOpened(Record):
@@ -251,6 +266,7 @@ AnyRecord = (
     | ModelEnded
     | VersionPublished
     | VersionDropped
+    | VersionKept
     | SamplerOpened
     | SeqConsumed
     | CallAccepted

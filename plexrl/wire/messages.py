@@ -15,12 +15,16 @@ BODY_BYTES = 64 * 1024 * 1024
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
-    """A proxy asks to be admitted. credential: from wire.munge around a Proof; empty at a private pool."""
+    """A proxy asks to be admitted. credential: from wire.munge around a Proof; empty at a private pool.
+
+    max_staleness: how many published versions behind its model's newest the job lets itself draw; None: any number.
+    """
 
     pool: str
     credential: str
     job: int
     restart: int
+    max_staleness: int | None = None
 
 
 class Request(msgspec.Struct, frozen=True, tag_field="t", tag="req"):

@@ -110,7 +110,7 @@ class Samples:
                 if sessions < _SESSIONS:
                     continue
             if status == 400:
-                raise _rejected(_detail(answer))
+                raise _rejected(_detail(answer), _type(answer))
             _fine(status, answer)
             return call
 
@@ -196,9 +196,19 @@ def _fine(status: int, body: bytes) -> None:
     raise Refusal(status, _detail(body))
 
 
-def _rejected(detail: str) -> Refusal:
+def _rejected(detail: str, kind: str = "") -> Refusal:
+    """kind: the `type` of the head's refusal."""
+    if kind == "stale_version":
+        return Refusal(400, detail, "model", kind)
     long = "do not fit" in detail or "fit a context" in detail or "leaves no room" in detail
     return Refusal(400, detail, "max_tokens" if long else None, "context_length_exceeded" if long else "invalid_value")
+
+
+def _type(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body).get("type", ""))
+    except (msgspec.DecodeError, AttributeError):
+        return ""
 
 
 def _detail(body: bytes) -> str:

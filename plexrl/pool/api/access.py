@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from plexrl.config.schema import Model as ModelConfig
-from plexrl.pool.book import Model, Session
+from plexrl.pool.book import Model, Session, Version
 from plexrl.pool.core import Core
 from plexrl.pool.layout import meta_of
-from plexrl.types import ApiError, Peer, PlexrlError, records
+from plexrl.types import ApiError, Peer, PlexrlError, StaleVersion, records
 
 PATH = "tinker://"
 
@@ -60,15 +60,25 @@ class Access:
             raise ApiError(400, f"there is no checkpoint {path!r} of yours", "Checkpoints belong to who saved them")
         return folder
 
-    def in_memory(self, version: str) -> None:
-        """Refuses (400) a version whose snapshot is gone."""
-        if not self._core.book.versions[version].in_memory:
-            raise ApiError(
-                400,
-                f"version {version!r} is no longer in memory",
-                f"The newest {self._core.config.limits.versions_per_model} of a model that is not unloaded are kept; "
-                "publish it again",
-            )
+    def readable(self, version: str) -> None:
+        """Refuses (400) a version that is neither in the nodes' memory (or NVMe) nor on disk."""
+        known = self._core.book.versions[version]
+        if known.nodes or on_disk(known):
+            return
+        raise ApiError(
+            400,
+            f"version {version!r} is gone",
+            f"The newest {self._core.config.limits.versions_per_model} of a model that is not unloaded are kept, and "
+            "those with a name until they are deleted; publish it again",
+        )
+
+    def fresh(self, peer: Peer, version: str, mend: str) -> None:
+        """Refuses (400, StaleVersion) a version that is further behind its model's newest than the job allows."""
+        allowed = self._core.book.jobs[peer.job].attached.max_staleness
+        if allowed is not None:
+            behind, newest = self._core.book.behind(version)
+            if behind > allowed:
+                raise StaleVersion(version, newest, behind, allowed, mend)
 
     def sampler(self, peer: Peer, name: str) -> records.SamplerOpened:
         """A sampling session of this job (404)."""
@@ -76,6 +86,11 @@ class Access:
         if opened is None or opened.job != peer.job:
             raise ApiError(404, f"there is no sampling session {name!r} of this job", "Create one")
         return opened
+
+
+def on_disk(version: Version) -> bool:
+    """Whether a version can be read back from its folder."""
+    return bool(version.published.folder) and Path(version.published.folder).is_dir()
 
 
 def _resume(model: Model) -> str:

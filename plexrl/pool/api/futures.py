@@ -1,8 +1,10 @@
 """Futures and what else a job may ask: polls, cancellation, why it waits, which base models there are."""
 
+import asyncio
 import logging
 import re
 
+from plexrl.pool.api.access import on_disk
 from plexrl.pool.api.models import Models
 from plexrl.pool.book import Entry
 from plexrl.pool.core import Core
@@ -112,8 +114,25 @@ class Futures:
 
     async def list_models(self, peer: Peer, command: commands.ListModels) -> answers.ModelsList:
         """What the peer may sample from now."""
-        mine = (v.published for v in self._core.book.versions.values() if v.in_memory and v.published.uid == peer.uid)
+        book = self._core.book
+        mine = [v for v in book.versions.values() if v.published.uid == peer.uid]
+        # Whether a folder is still there is asked of the disk.
+        seen = await asyncio.to_thread(lambda: [v for v in mine if v.nodes or on_disk(v)])
         return answers.ModelsList(
             bases=(await self.capabilities(peer, commands.Capabilities())).models,
-            versions=tuple(answers.Version(path=v.version, base=v.base, created_us=v.now_us) for v in mine),
+            versions=tuple(
+                answers.Version(
+                    path=v.published.version,
+                    base=v.published.base,
+                    created_us=v.published.now_us,
+                    model=v.published.model,
+                    number=v.number,
+                    behind=book.behind(v.published.version)[0],
+                    bytes=v.published.size,
+                    kept=self._groups.snapshots.kept(v),
+                    ephemeral=v.published.ephemeral,
+                )
+                for v in seen
+            ),
+            max_staleness=book.jobs[peer.job].attached.max_staleness,
         )

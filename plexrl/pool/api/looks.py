@@ -40,6 +40,12 @@ class Looks:
                     open_calls=len(book.open_calls.get(name, ())),
                     models=tuple(m.id for m in book.models.values() if m.created.job == name and not m.ended),
                     explained=self._futures.told(peer, name),
+                    versions={
+                        m.id: m.versions[-1]
+                        for m in book.models.values()
+                        if m.created.job == name and not m.ended and m.versions
+                    },
+                    max_staleness=job.attached.max_staleness,
                 )
                 for name, job in mine.items()
             ),

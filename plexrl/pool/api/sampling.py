@@ -5,7 +5,7 @@ from plexrl.pool.api.intake import Intake
 from plexrl.pool.core import Core, prior_cost_us
 from plexrl.pool.deployments import Deployments
 from plexrl.pool.turns import Turns
-from plexrl.types import ApiError, Call, CallKind, Peer, answers, commands, records
+from plexrl.types import ApiError, Call, CallKind, DoesNotFit, Peer, answers, commands, records
 
 
 class Sampling:
@@ -34,8 +34,11 @@ class Sampling:
                         "Publish it with save_weights_for_sampler",
                     )
                 base, version = known.published.base, command.model_path
-                self._access.in_memory(command.model_path)
-                self._deployments.ensure_sampler(self._core.book.models[known.published.model].created)
+                self._access.readable(command.model_path)
+                try:
+                    self._deployments.ensure_sampler(self._core.book.models[known.published.model].created)
+                except DoesNotFit as error:
+                    raise ApiError(400, error.what, error.mend) from error
             else:
                 self._access.base(peer, base)
                 self._deployments.ensure_base_sampler(base, peer.job)
@@ -78,7 +81,8 @@ class Sampling:
             return promise
         self._intake.room(peer)
         if opened.version:
-            self._access.in_memory(opened.version)
+            self._access.readable(opened.version)
+            self._access.fresh(peer, opened.version, "Sample from a client of a newer version")
         call = Call(
             id=request_id,
             kind=CallKind.SAMPLE,

@@ -66,6 +66,13 @@ class Training:
 
     def _work(self, peer: Peer, model: Model, command: commands.Train) -> dict[str, object]:
         """What an engine host needs beside the body. A bad name or path is refused here and uses the seq_id up."""
+        if command.kind is CallKind.FORWARD_BACKWARD:
+            for sampler in command.drawn_by:
+                opened = self._core.book.samplers.get(sampler)
+                # What another model drew, or a base model, is no older policy of this one.
+                known = self._core.book.versions.get(opened.version) if opened else None
+                if known is not None and known.published.model == model.id:
+                    self._access.fresh(peer, opened.version, "Leave these data out, and sample from a newer version")
         if command.ttl_seconds is not None:
             raise ApiError(400, "ttl_seconds is not built yet", "Leave it out; delete checkpoints yourself")
         created = model.created
@@ -80,6 +87,7 @@ class Training:
                         )
                     meta = {
                         "base": created.base,
+                        "account": created.account,
                         "lora_rank": created.lora_rank,
                         "attn": created.attn,
                         "mlp": created.mlp,
