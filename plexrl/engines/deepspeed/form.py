@@ -36,7 +36,8 @@ def settings(stage: int, elements: int, bfloat16: bool) -> dict[str, object]:
         "managed_gradient_accumulation": False,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": bfloat16},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        # At stage 1 see wiring.Replicas.
+        "data_types": {"grad_accum_dtype": "bf16" if bfloat16 and stage == 1 else "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": stage,

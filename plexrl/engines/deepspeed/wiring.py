@@ -33,6 +33,10 @@ class Replicas:
         # Gradients of a part add up in one flat buffer, whatever the weights' dtype.
         zero._use_compact_grad_partition_buffer = lambda group: True
         if self._first:
+            # bfloat16 gradients add up in float32 here too (its "mode 2"); asked for in the configuration, that would
+            # choose an optimizer that keeps float32 gradients twice.
+            zero.gradient_accumulation_dtype = held.grads.dtype
+            zero.use_separate_grad_accum = zero.use_grad_accum_attribute = held.flat.dtype != held.grads.dtype
             self._grads = [(parameter, held.grad_views[name]) for name, parameter in trained.items()]
         else:
             self._part = zero._build_compact_grad_partition_buffer(0)
