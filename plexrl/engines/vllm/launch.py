@@ -83,6 +83,8 @@ def _launch(spec: EngineSpec, arch: layout.Architecture) -> InprocClient:
             "max_loras": spec.lora_slots,
             "max_cpu_loras": spec.lora_slots,
             "max_lora_rank": sizing.rank_of(spec.lora_max_rank),
+            # As they are trained, whatever the base is.
+            "lora_dtype": torch.float32,
             "lora_target_modules": sorted(_fused(targets)),
         }
     arguments = EngineArgs(

@@ -88,10 +88,10 @@ def rank_of(lora_max_rank: int) -> int:
 
 
 def adapter_bytes(arch: layout.Architecture, use: Use) -> int:
-    """vLLM's stacks of adapters: for each module one of all slots' A and one of their B, in the dtype of the base."""
+    """vLLM's stacks of adapters: for each module one of all slots' A and one of their B, in float32."""
     if use.kind != "lora":
         return 0
-    rank, item = rank_of(use.lora_max_rank), layout.ITEMSIZE[use.dtype]
+    rank, item = rank_of(use.lora_max_rank), layout.ITEMSIZE["float32"]
     return sum(
         layout.align(use.lora_slots * rank * inner * item) + layout.align(use.lora_slots * outer * rank * item)
         for outer, inner in layout.adapted(arch, True, True, True).values()

@@ -16,6 +16,7 @@ from plexrl.engines.torch.crossing import Tally, insist
 from plexrl.engines.torch.home import check_size, manifest
 from plexrl.engines.torch.lora import Shape
 from plexrl.engines.vllm.house import House
+from plexrl.engines.vllm.tenants import Tenants
 from plexrl.memory.residency import Residency
 from plexrl.types import BadInput, Moved, PlexrlError, Slab
 
@@ -54,6 +55,8 @@ class Versions:
         if not self._full:
             # vLLM asks for an adapter when it is first used, and whenever it has no room for all: from the slab.
             house.runner.lora_manager._load_adapter = self._adapter
+            if house.region.buffer.device.type == "cpu":
+                Tenants(house.runner)
 
     def attach(self, version: str, slab: Slab | None, shape: Shape | None) -> None:
         """slab None: the base under another name. Raises BadInput for a slab or shape that is not this group's."""
