@@ -31,6 +31,8 @@ _ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The agent has pinned this process to its pretend GPU's core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # What ours reaches into, on GPUs too.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_PLUGINS": "",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -75,6 +77,8 @@ def _launch(spec: EngineSpec, arch: layout.Architecture) -> InprocClient:
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
+    from plexrl.engines.vllm import sleepmode
+
     lora: dict[str, object] = {}
     if spec.kind == "lora":
         targets = {module.rpartition(".")[2] for module in layout.adapted(arch, True, True, True)}
@@ -112,6 +116,7 @@ def _launch(spec: EngineSpec, arch: layout.Architecture) -> InprocClient:
         **lora,
     )
     config = arguments.create_engine_config()
+    sleepmode.register(config)
     client = InprocClient(config, Executor.get_class(config), log_stats=False)
     # It would take the process's groups with it, which another engine in here may still need.
     client._finalizer.detach()

@@ -52,6 +52,9 @@ class Sampler:
             tokens=(house.blocks.shape[1] - 1) * sizing.BLOCK,
             eos=self._stops.eos,
         )
+        from plexrl.engines.vllm.sleepmode import HouseBackend
+
+        HouseBackend.engine = self
 
     # --- versions -------------------------------------------------------------------------------------------------
 
