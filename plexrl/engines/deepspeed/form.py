@@ -21,7 +21,7 @@ from plexrl.engines.torch.form import OPTIMIZER
 from plexrl.engines.torch.gang import Gang
 from plexrl.engines.torch.home import Home
 from plexrl.engines.torch.lora import Adapters, Shape
-from plexrl.engines.torch.model import bind, head
+from plexrl.engines.torch.model import bind
 from plexrl.memory.manifest import Manifest
 
 
@@ -64,13 +64,13 @@ class ZeroBound(ZeroHeld):
         place: Tensor,
         specs: list[layout.Spec],
         trained: dict[str, nn.Parameter],
-        throughout: list[nn.Parameter],
+        whole: bool,
     ) -> None:
-        """trained: the module's parameters by the names of specs. throughout: see Step."""
+        """trained: the module's parameters by the names of specs. whole: they are all of the model."""
         super().__init__(plan, place, specs, form.cuts(specs), form.gang.rank)
         self._form = form
         self._trained = trained
-        self._throughout = throughout
+        self._whole = whole
         self._engine: Any = None
         self._wiring: Replicas | Shards
         self._open = False
@@ -89,7 +89,7 @@ class ZeroBound(ZeroHeld):
         if cuts.after:
             flat.append(gap(cuts.after, self.flat))
         low = self.flat.dtype == torch.bfloat16
-        step = Step(form.home.model, dict(enumerate(flat)), self._throughout)
+        step = Step(form.home.model, dict(enumerate(flat)), self._whole and cuts.stage == 3)
         optimizer = torch.optim.AdamW(flat, fused=True)
         self._engine = start.initialize(form.library, step, optimizer, settings(cuts.stage, cuts.total, low))
         self._wiring = (Shards if cuts.stage == 3 else Replicas)(self._engine, self, self._trained)
@@ -176,12 +176,11 @@ class ZeroForm:
         else:
             views = ZeroHeld(plan, place, specs, self.cuts(specs), self.gang.rank).named
         if shape is not None:
-            return ZeroBound(self, plan, place, specs, adapters.ensure(slot, shape, views), [])
+            return ZeroBound(self, plan, place, specs, adapters.ensure(slot, shape, views), False)
         model = self.home.model
         bind(model, views)
         found = dict(model.named_parameters())
-        throughout = list(head(model).parameters()) if self._stage == 3 else []
-        made = ZeroBound(self, plan, place, specs, {name: found[name] for name, _, _ in specs}, throughout)
+        made = ZeroBound(self, plan, place, specs, {name: found[name] for name, _, _ in specs}, True)
         made.ready()
         return made
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Rows whose logits are in the cache at once where no gradient is needed.
 CHUNK = 128
@@ -38,8 +38,8 @@ class _Gather(torch.autograd.Function):
         return logits, None
 
 
-def token_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, need: Tensor | None) -> Tensor:
-    """log p of targets (n, k) given hidden states (n, size): (n, k), float32.
+def token_logprobs(hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, need: Tensor | None) -> Tensor:
+    """log p of targets (n, k) given hidden states (n, size): (n, k), float32. head: hidden states into logits.
 
     need: bool (n,), positions whose gradient is wanted; the others take no memory for logits. None: no gradient at all.
     """

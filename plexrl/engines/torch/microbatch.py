@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,12 +14,18 @@ from plexrl.engines.torch.model import backbone, head
 
 
 def forward(
-    model: PreTrainedModel, work: batch.Batch, data: list[batch.Datum], train: bool, graph: bool = False
+    model: PreTrainedModel,
+    work: batch.Batch,
+    data: list[batch.Datum],
+    train: bool,
+    graph: bool = False,
+    logits: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of these data of a request (a scalar, with a graph if any gradient flows), and the logprobs of all their
     targets, in their order.
 
     graph: with train, there is a graph even where no gradient flows, the same one as ever.
+    logits: called in place of the model's head, as often as is best for the cache.
     """
     where = model.device
     longest = max(len(d.tokens) for d in data)
@@ -40,7 +48,7 @@ def forward(
         rows_needed = torch.arange(len(need), device=where) == 0
     with torch.set_grad_enabled(train and bool(rows_needed.any())):
         hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state[real]
-        logprobs = losses.token_logprobs(hidden, head(model), targets, rows_needed if train else None)
+        logprobs = losses.token_logprobs(hidden, logits or head(model), targets, rows_needed if train else None)
         value = losses.value(work.loss, logprobs, inputs, work.settings, need, rows)
     width = [d.targets.shape[1] for d in data for _ in d.tokens]
     if len(set(width)) > 1:
