@@ -290,7 +290,7 @@ def head(
     from plexrl.pool.admission import PrivateAdmission, SlurmAdmission
     from plexrl.pool.head import Allocation, Head
     from plexrl.pool.layout import Layout
-    from plexrl.slurm.commands import SlurmCommands
+    from plexrl.slurm import slurm_of
 
     _log_to_stderr()
     if os.getuid() == 0:
@@ -311,7 +311,7 @@ def head(
     def admission(instance: str):
         if declared.kind == "private":
             return PrivateAdmission()
-        return SlurmAdmission(SlurmCommands(), name, instance, config.munge_socket)
+        return SlurmAdmission(slurm_of(config.slurm_backend), name, instance, config.munge_socket)
 
     async def serve() -> int:
         return await Head(
