@@ -19,13 +19,12 @@ from plexrl.scheduler import Policy
 from plexrl.scheduler.costs import SwitchModel
 from plexrl.sim.generate import job
 from plexrl.sim.metrics import pool_gpu_hours_per_step, stretches
-from plexrl.sim.named import POLICIES
 from plexrl.sim.result import Result
 from plexrl.sim.run import run
 from plexrl.sim.workload import GIB, Cluster, JobPlan, Workload
 from plexrl.types import JobClass, PlexrlError
 
-FULL = structs.replace(POLICIES["plexrl"], max_stretch=dict.fromkeys(JobClass, 64.0))
+FULL = Policy(placement="spread_backfill", max_stretch=dict.fromkeys(JobClass, 64.0))
 SLOW = SwitchModel(gbps_in=2.4, gbps_out=2.4, overhead_us=100_000, exchange=False)  # facts 5.7: memory-saver rate
 USUAL = SwitchModel(gbps_in=24.0, gbps_out=24.0, overhead_us=100_000, exchange=True)  # facts 5.7
 
