@@ -47,10 +47,10 @@ def kept(folder: Path) -> Readers:
         return Readers()
 
 
-def asked(slurm: Slurm, folder: Path) -> Readers:
-    """As Slurm has them now; where it does not answer, or was asked a moment ago, as they were last asked for."""
+def asked(slurm: Slurm, folder: Path, anew: bool = False) -> Readers:
+    """As Slurm has them now; where it does not answer, or was asked a moment ago and not `anew`, as they were then."""
     path = folder / _FILE
-    if path.exists() and abs(time.time() - path.stat().st_mtime) < _FRESH_S:
+    if not anew and path.exists() and abs(time.time() - path.stat().st_mtime) < _FRESH_S:
         return kept(folder)
     if not shutil.which("sacctmgr"):
         return kept(folder)

@@ -82,13 +82,15 @@ class Publisher:
         ledger; a ledger that takes long is published less often (a twentieth of the time). A failure is logged: a pool
         does not stop because its reports cannot be written.
         """
-        if self._epoch_ended():
+        ended = self._epoch_ended()
+        if ended:
             now_us = self._settle(now_us)
         elif now_us < self._next_us:
             return
         begun = time.monotonic()
         command = [sys.executable, "-I", "-m", "plexrl.accounting.publish", self._layout.root, self._folder]
         command += [str(now_us), str(self._device_bytes or 0), "pretend" if self._pretend else "real"]
+        command.append("last" if ended else "more")
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
             log.error("the reports were not published: %s", done.stderr.strip()[-2000:])
