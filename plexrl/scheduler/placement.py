@@ -7,19 +7,20 @@ residual bytes of all others there.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
 from plexrl.scheduler.load import ALIGN, CLASSES, ONE, Card, Placed, bounds, share
 from plexrl.scheduler.seats import Node, Seats
-from plexrl.scheduler.want import FITS, NEAR, Want, heap, rank_of, refusal, spread
+from plexrl.scheduler.want import FITS, NEAR, Want, rank_of, refusal, spread
 from plexrl.types import BadInput, DoesNotFit, Extent, Gang, GpuRole, GroupSpec, JobClass, Placement, Role, Tenant
 
 BETTER = 0.8  # a place is clearly better if its predicted stretch is at most this share of today's (ours)
 # isolated: never a GPU of another job. pack: the fewest GPUs. spread: the least load. spread_backfill places like
 # spread; it differs in who may go first (admission.py). fit, ours: the fullest GPUs that have time for all that is
-# there and for this; where there are none, as spread. So what needs most of a GPU finds one that nobody uses.
+# there and for this, rather those of a gang as wide; where there are none, as spread. So what needs most of a GPU finds
+# one that nobody uses, and gangs take turns with few others.
 PLACEMENTS = ("isolated", "pack", "spread", "spread_backfill", "fit")
 
 
@@ -253,11 +254,11 @@ class Floor:
     def _choose(self, spec: GroupSpec, policy: Rules, tenant: Tenant, avoid: Collection[str]) -> Placement | None:
         self._check_new(spec)
         want = self._want(spec, policy, tenant, avoid)
-        rather = replace(want, rank=heap, near={}, timely=True) if policy.placement == "fit" else None
+        alike = policy.placement == "fit"
         home = Home(spec, tenant, Placement(spec.group, ()), want.duty)
         gangs: list[Gang] = []
         for replica in range(spec.replicas):
-            cards = self._seats.find(want, rather)
+            cards = self._seats.find(want, alike)
             if cards is None:
                 for gang in gangs:
                     self._take(gang, home)
@@ -272,8 +273,6 @@ class Floor:
             self._put(gang, home)
             gangs.append(gang)
             want.own = self._jobs[tenant.job]
-            if rather:
-                rather.own = want.own
         home.placement = Placement(spec.group, tuple(gangs))
         self._homes[spec.group] = home
         return home.placement
@@ -317,9 +316,11 @@ class Floor:
             card.node.used += home.spec.host_bytes
             cards[card] = cards.get(card, 0) + 1
             self._seats.changed(card.node)
+        self._seats.joined(home.spec.role, tuple(map(self._cards.__getitem__, gang.gpus)))
 
     def _take(self, gang: Gang, home: Home) -> None:
         cards = self._jobs[home.tenant.job]
+        self._seats.left(home.spec.role, tuple(map(self._cards.__getitem__, gang.gpus)))
         for gpu in gang.gpus:
             card = self._cards[gpu]
             card.take(gang.id, home.duty)

@@ -7,12 +7,13 @@ compared (ours). What changed since the last search is put in order at the next 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from plexrl.scheduler.load import ONE, Card
 from plexrl.scheduler.want import Want, heap
-from plexrl.types import Role
+from plexrl.types import GpuRole, Role
 
 LOOK = 8
 
@@ -81,57 +82,105 @@ class Seats:
         self._changed: dict[Node, None] = dict.fromkeys(nodes)
         self._bounds: tuple[float, ...] = ()
         self._failed: dict[tuple[Role, bool], list[Want]] = {}
+        self._sets: dict[tuple[Role, int], dict[tuple[Card, ...], int]] = {}
         self._widest = {role: max((len(node.cards[role]) for node in nodes), default=0) for role in Role}
 
     def changed(self, node: Node) -> None:
         """The load of a GPU of this node is another now."""
         self._changed[node] = None
 
+    def joined(self, role: Role, cards: tuple[Card, ...]) -> None:
+        """A gang of that role lives on these GPUs."""
+        sets = self._sets.setdefault((role, len(cards)), {})
+        sets[cards] = sets.get(cards, 0) + 1
+
+    def left(self, role: Role, cards: tuple[Card, ...]) -> None:
+        """A gang of that role that lived on these GPUs is gone."""
+        sets = self._sets[role, len(cards)]
+        sets[cards] -= 1
+        if not sets[cards]:
+            del sets[cards]
+
     def opened(self) -> None:
         """Something may fit that did not before."""
         self._failed.clear()
 
-    def find(self, want: Want, rather: Want | None = None) -> list[Card] | None:
+    def find(self, want: Want, alike: bool = False) -> list[Card] | None:
         """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'.
 
-        rather: the same gang with narrower wishes, tried before.
+        alike: rather GPUs that have time for all that is there and for this, the fullest first; and of those, or where
+        none has time, rather all the GPUs of a gang as wide: the two wait for each other, and for nobody else.
         """
         self._refresh(want.bounds)
-        wants = (rather, want) if rather else (want,)
         newcomer = not want.own and not want.avoid
         failed = self._failed.setdefault((want.role, want.isolated), []) if newcomer else []
         if any(map(want.asks_more, failed)):
             return None
-        for search in (self._on_one, self._over_many) if want.count > 1 else (self._on_one,):
-            for fresh in (True, False) if want.taken else (True,):
-                for one in wants:
-                    found = search(one, fresh)
-                    if found:
-                        return [card for _, _, card in sorted(found, key=lambda entry: entry[1])]
-        if newcomer:
+        found = self._search(want, alike)
+        if found is None and newcomer:
             failed.append(want)
+        return found and [card for _, _, card in sorted(found, key=lambda entry: entry[1])]
+
+    def _search(self, want: Want, alike: bool) -> list[Entry] | None:
+        searches = (self._on_one, self._over_many) if want.count > 1 else (self._on_one,)
+        tries = [(search, want, fresh) for search in searches for fresh in ((True, False) if want.taken else (True,))]
+        if alike:
+            timely = replace(want, rank=heap, near={}, timely=True)
+            untouched = replace(want, near={}, untouched=True)
+            first = [(self._same, timely, True), *((search, untouched, True) for search in searches)]
+            tries = first + [
+                one
+                for search, _, fresh in tries
+                for one in ((search, timely, fresh), (self._same, want, fresh), (search, want, fresh))
+            ]
+        for search, one, fresh in tries:
+            if found := search(one, fresh):
+                return found
         return None
 
     def entries(self, node: Node, want: Want, fresh: bool) -> list[Entry]:
         """The node's GPUs that may take the gang, the best first, no more than its host memory allows."""
-        entries = []
-        for card in node.cards[want.role]:
-            taken = want.taken.get(card, 0)
-            if (fresh and taken) or not card.holds(want) or card.name in want.avoid:
-                continue
-            if (taken + 1) * want.duty > want.bounds[want.mask]:
-                continue  # replicas take turns there: so many times as long is every rollout
-            if want.isolated and len(card.duties) > (want.job in card.duties):
-                continue
-            if want.timely and (want.job in card.duties or card.load + want.duty > ONE):
-                continue
-            load = card.load_with(want)
-            if load is not None:
-                entries.append(((taken, *want.rank(card, want, load)), card.at, card))
-        entries.sort()
+        entries = sorted(e for card in node.cards[want.role] if (e := self._entry(card, want, fresh)) is not None)
         if want.host and node.host is not None:
             del entries[max(0, node.host - node.used) // want.host :]
         return entries
+
+    def _entry(self, card: Card, want: Want, fresh: bool) -> Entry | None:
+        """A GPU and how it compares; None if it may not take the gang."""
+        taken = want.taken.get(card, 0)
+        if (fresh and taken) or not card.holds(want) or card.name in want.avoid:
+            return None
+        if (taken + 1) * want.duty > want.bounds[want.mask]:
+            return None  # replicas take turns there: so many times as long is every rollout
+        if want.isolated and len(card.duties) > (want.job in card.duties):
+            return None
+        if want.timely and (want.job in card.duties or card.load + want.duty > ONE):
+            return None
+        if want.untouched and (card.placed or card.role is GpuRole.ANY):
+            return None
+        load = card.load_with(want)
+        return None if load is None else ((taken, *want.rank(card, want, load)), card.at, card)
+
+    def _same(self, want: Want, fresh: bool) -> list[Entry] | None:
+        """All the GPUs of a gang of the same role and width, where the worst of them compares best."""
+        best: tuple[list[Entry], list[Entry]] | None = None
+        for cards in self._sets.get((want.role, want.count), ()):
+            entries = []
+            for card in cards:
+                entry = self._entry(card, want, fresh)
+                if entry is None:
+                    break
+                entries.append(entry)
+            else:
+                key = sorted(entries, reverse=True)
+                if (best is None or key < best[0]) and self._hosted(cards, want):
+                    best = key, entries
+        return best and best[1]
+
+    def _hosted(self, cards: Sequence[Card], want: Want) -> bool:
+        """Whether the nodes have host memory for the gang."""
+        gpus = Counter(card.node for card in cards)
+        return all(node.host is None or node.used + n * want.host <= node.host for node, n in gpus.items())
 
     def _on_one(self, want: Want, fresh: bool) -> list[Entry] | None:
         best: tuple[list[Entry], list[Entry]] | None = None

@@ -24,6 +24,7 @@ class Want:
     bounds, mask: see `load.bounds`; mask is the job's own class. rank: how a GPU compares, the least first. isolated:
     no GPU of another job. own: GPUs where the job is; near: nodes to look at first; partners: the job and those with
     whom it shares a GPU. taken: GPU -> how many gangs of this group are there. avoid: GPUs not to be used.
+    untouched: only GPUs that take no other role and that nobody lives on.
     timely: only GPUs that have time for all work there, this included; none that the job has already, for a trainer and
     a sampler that are a step apart work at the same time.
     """
@@ -45,6 +46,7 @@ class Want:
     taken: dict[Card, int]
     avoid: Collection[str]
     timely: bool = False
+    untouched: bool = False
 
     def asks_more(self, other: Want) -> bool:
         """Whether this fits nowhere if the other fits nowhere, both for jobs without a GPU, of one role and policy."""

@@ -12,7 +12,7 @@ from math import exp, log, sqrt
 from random import Random
 from statistics import NormalDist
 
-from plexrl.sim.workload import JobPlan, Lengths, Rollout, SampleWork, Stalls, StepWork
+from plexrl.sim.workload import JobPlan, Lengths, Rollout, SamplePlan, SampleWork, Stalls, StepWork
 
 _NORMAL = NormalDist()
 _QUANTILES = tuple(_NORMAL.inv_cdf((i + 0.5) / 4096) for i in range(4096))
@@ -20,13 +20,18 @@ _QUANTILES = tuple(_NORMAL.inv_cdf((i + 0.5) / 4096) for i in range(4096))
 
 def draw(plan: JobPlan, step: int, seed: int) -> StepWork:
     """The work of a step, from 0. Independent of what else was drawn, and when."""
-    rng = Random(f"{seed}/{plan.job}/{step}")
-    rollout = plan.rollout
-    factor = exp(_drift(seed, plan.job, rollout.lengths, step))
+    return StepWork(*_draw(plan.job, plan.rollout, plan.sample, step, seed), plan.reward_us)
+
+
+@lru_cache(4096)  # every policy of a comparison draws the same steps
+def _draw(job: str, rollout: Rollout, sample: SamplePlan, step: int, seed: int) -> tuple[tuple[SampleWork, ...], int]:
+    """The samples, and the tokens that they are trained on."""
+    rng = Random(f"{seed}/{job}/{step}")
+    factor = exp(_drift(seed, job, rollout.lengths, step))
     tokens = _lengths(rollout, factor, rng)
-    stalls = _stalls(rollout.stalls, _slowness(seed, plan.job, rollout.stalls), len(tokens), rng)
+    stalls = _stalls(rollout.stalls, _slowness(seed, job, rollout.stalls), len(tokens), rng)
     prompt = rollout.lengths.prompt_tokens
-    replicas = min(plan.sample.replicas, len(tokens))
+    replicas = min(sample.replicas, len(tokens))
     calls = min(rollout.calls, len(tokens) // replicas)
     shares = []
     for replica in range(replicas):
@@ -34,14 +39,14 @@ def draw(plan: JobPlan, step: int, seed: int) -> StepWork:
         if stalls is None:
             ordered = [(length, length, 0) for length in sorted(tokens[part])]
         else:
-            step_us = plan.sample.service.step_us(part.stop - part.start)
+            step_us = sample.service.step_us(part.stop - part.start)
             ordered = sorted(
                 (length * step_us + stall, length, stall)
                 for length, stall in zip(tokens[part], stalls[part], strict=True)
             )
         shares.append(_cut(ordered, calls, prompt))
     samples = [share[i] for i in range(calls) for share in shares]
-    return StepWork(tuple(samples), sum(tokens) + prompt * len(tokens), plan.reward_us)
+    return tuple(samples), sum(tokens) + prompt * len(tokens)
 
 
 def _lengths(rollout: Rollout, factor: float, rng: Random) -> list[int]:

@@ -40,9 +40,7 @@ from plexrl.types import BadInput, JobClass
 
 # Who shares is given here, not chosen: nobody waits for a better place. Training of one job is not broken off for
 # another's rollout: a quantum is longer than any training here.
-SHARED = structs.replace(
-    POLICIES["plexrl"], placement="fit", quantum_us=180_000_000, max_stretch=dict.fromkeys(JobClass, inf)
-)
+SHARED = structs.replace(POLICIES["plexrl"], sample_quantum_us=120_000_000, max_stretch=dict.fromkeys(JobClass, inf))
 LAYOUTS = ("shared_training", "shared_all")
 COLUMNS = (
     Column("model", "model", text=True),

@@ -1,8 +1,9 @@
 """Preset `policies`: our versions of the paper's four placement policies beside our best setting, on 2,048 GPUs.
 
 The paper publishes total completion times of 100, about 70, about 65 and 56.0 % for isolated, pack, spread and
-spread + backfill, replaying three months of its own jobs. Read here as the makespan of one workload (ours): from its
-start to the last job's end, over the same under `isolated`. The first rows are the calibrated, frozen workload, where
+spread + backfill, replaying three months of its own jobs, and reads 56 % as 1.8 times the load. So it is read here as
+the makespan of one workload (ours): from its start to the last job's end, over the same under `isolated`. The mean over
+jobs is the column `stretch_mean`. The first rows are the calibrated, frozen workload, where
 our versions come near those figures because it was made so; see policies_jobs. The others are what counts: seeds and
 loads that nothing was fitted to, with 95 % intervals.
 """
@@ -22,12 +23,14 @@ from plexrl.sim.presets.policies_jobs import FROZEN, OTHERS, SEED, SHAPES, Load,
 from plexrl.sim.result import Result
 from plexrl.sim.run import run
 from plexrl.sim.table import Column
+from plexrl.sim.workload import GIB
 from plexrl.types import BadInput, JobClass
 
 PUBLISHED = {"isolated": 1.0, "pack": 0.70, "spread": 0.65, "spread_backfill": 0.56}
 BEST, RIVAL = "plexrl", "spread_backfill"
 SEEDS = 10
-FIGURES = ("relative_completion", "stretch_p95", "jain", "duty_cycle", "lower_bound", "over_bound")
+FIRST = 11  # of the seeds that nothing was chosen on; settings were chosen on 1 to 3
+FIGURES = ("relative_completion", "stretch_p95", "stretch_mean", "jain", "duty_cycle", "lower_bound", "over_bound")
 COLUMNS = (
     Column("load", "load", text=True),
     Column("seeds", "seeds"),
@@ -37,7 +40,8 @@ COLUMNS = (
     Column("published", "published", "0%"),
     Column("lower_bound", "bound", "1%"),
     Column("over_bound", "over bound", "1%"),
-    Column("stretch_p95", "stretch p95", ".2f"),
+    Column("stretch_mean", "stretch", ".2f"),
+    Column("stretch_p95", "p95", ".2f"),
     Column("jain", "Jain", ".3f"),
     Column("duty_cycle", "duty", "1%"),
 )
@@ -49,7 +53,7 @@ def preset(progress: Progress, seeds: int | None, trace: Path | None) -> Found:
     if trace is not None:
         raise BadInput("--trace has no meaning for the preset policies", "Leave it out")
     count = SEEDS if seeds is None else seeds
-    others = max(1, count // 2)
+    others = max(1, count * 3 // 10)
     work = _Work(progress, len(POLICIES) + 3 * (count + others * len(OTHERS)) + 1)
     first = work.runs(FROZEN, SEED, list(POLICIES))
     rows = [_row(FROZEN, name, [values]) for name, values in first.items()]
@@ -57,7 +61,7 @@ def preset(progress: Progress, seeds: int | None, trace: Path | None) -> Found:
     chosen = [FROZEN, *OTHERS]
     for load, many in zip(chosen, [count, *[others] * len(OTHERS)], strict=True):
         seen: dict[str, list[dict[str, float]]] = {}
-        for seed in range(SEED + 1, SEED + 1 + many):
+        for seed in range(FIRST, FIRST + many):
             for name, values in work.runs(load, seed, ["isolated", RIVAL, BEST]).items():
                 seen.setdefault(name, []).append(values)
         rows += [_row(load, name, values) for name, values in seen.items()]
@@ -116,15 +120,18 @@ def _row(load: Load, policy: str, values: Sequence[dict[str, float]]) -> dict:
 
 
 def _dense(work: _Work) -> list[dict]:
-    """Four jobs on the GPUs of one's trainer: how busy they are when that is asked for, whatever the stretch."""
-    jobs = [job(f"j{n}", "small", share=0.25, lag=0, minutes=60.0) for n in range(DENSE_JOBS)]
+    """Four jobs on the GPUs of one's trainer: how busy they are when that is asked for, whatever the stretch.
+
+    Samplers have less cache, beside what the engines of eight gangs keep.
+    """
+    jobs = [job(f"j{n}", "small", share=0.25, lag=0, minutes=60.0, sampler_bytes=48 * GIB) for n in range(DENSE_JOBS)]
     gpus = SHAPES["small"].train_gpus
     given = workload(f"{DENSE_JOBS} jobs, {gpus} GPUs", jobs, SEED, nodes=gpus // 8)
     work.tell(given.name)
     result = run(given, structs.replace(POLICIES[BEST], max_stretch=dict.fromkeys(JobClass, inf)), name=BEST)
     values = figures(result)
     row = {"load": given.name, "seeds": 1, "policy": BEST, "relative_completion": None, "lower_bound": None}
-    row |= {key: values[key] for key in ("stretch_p95", "jain", "duty_cycle")}
+    row |= {key: values[key] for key in ("stretch_p95", "stretch_mean", "jain", "duty_cycle")}
     return [row | {"over_bound": result.wall_us / lower_bound(given) - 1.0}]
 
 

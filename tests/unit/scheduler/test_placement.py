@@ -427,6 +427,25 @@ def test_fit_does_not_put_a_trainer_on_the_gpus_of_its_sampler_while_others_have
     assert gpus(choose(floor, spec("ta", "a", duty=0.25), "fit")) == [("n0:1",)]
 
 
+def test_fit_puts_gangs_where_others_as_wide_are():
+    """Two gangs on the same GPUs wait for each other alone; a wide one on those of two narrow ones waits for both."""
+    floor = pool(1, 6, roles={f"n0:{i}": GpuRole.TRAIN for i in range(6)})
+    places = [gpus(choose(floor, spec(f"{i}", f"{i}", width, duty=0.4), "fit")) for i, width in enumerate((3, 2, 3, 2))]
+    wide, narrow = [("n0:0", "n0:1", "n0:2")], [("n0:3", "n0:4")]
+    assert places == [wide, narrow, wide, narrow]
+    # Full; the next takes GPUs that nobody uses first, and where there are none, those with the least load.
+    assert gpus(choose(floor, spec("x", "x", duty=0.4), "fit")) == [("n0:5",)]
+    assert gpus(choose(floor, spec("y", "y", 3, duty=0.4), "fit")) == wide
+    floor.vacate("0")
+    assert gpus(choose(floor, spec("z", "z", 3, duty=0.2), "fit")) == wide  # time again
+
+
+def test_fit_counts_the_host_memory_of_the_gpus_of_a_gang_as_wide():
+    floor = pool(2, 2, hosts={"n0": 1024})
+    assert gpus(choose(floor, spec("a", "a", 2, duty=0.2, host_bytes=512), "fit")) == [("n0:0", "n0:1")]
+    assert gpus(choose(floor, spec("b", "b", 2, duty=0.2, host_bytes=512), "fit")) == [("n1:0", "n1:1")]
+
+
 def test_a_wide_gang_is_compared_on_its_partners_nodes_and_on_the_least_loaded():
     """Node 1 is the job's own, node 0 a partner's; the empty node 2 is better than either."""
     floor = pool(3, 2)
