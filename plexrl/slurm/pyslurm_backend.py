@@ -27,7 +27,7 @@ _TIMEOUT_SECONDS = 15.0
 _START_SECONDS = 60.0
 _RELEASE = re.compile(r"(\d+\.\d+)")
 # Slurm's errno.h: what says that a daemon is not there.
-_SILENT = frozenset({1001, 1003, 1007, 5004, 7000, errno.ECONNREFUSED})
+_SILENT = frozenset({1001, 1002, 1003, 1004, 5004, 7000, errno.ECONNREFUSED})
 _SILENT_WORDS = ("Unable to contact", "Connection refused", "timed out", "Zero Bytes", "slurmdbd")
 
 
