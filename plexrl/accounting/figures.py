@@ -36,7 +36,6 @@ def figures(
         raise BadInput("that is later than all that the pool published", "Name an earlier time")
     minutes = [m for m in published.minutes if window.holds(m.start_us)]
     jobs = chosen(published, window, user, account)
-    whole = [job for job in published.jobs if window.meets(job)]
     pool = sum(m.pool_us for m in minutes)
     dedicated = sum(m.dedicated_us for m in minutes)
     split = sum(m.split_us for m in minutes)
@@ -58,9 +57,9 @@ def figures(
         "saved_gpu_seconds": _s(saved),
         "saved_percent": round(100 * saved / dedicated, 2) if dedicated else None,
         "ideal_saved_gpu_seconds": None if window != ALL else _s(dedicated - published.ideal_us),
-        "confidence": weakest(job.basis.confidence for job in whole if job.gpus),
-        "by_confidence": by_confidence(whole, window),
-        "fit_error": fit_error(whole),
+        "confidence": weakest(published.sure),
+        "by_confidence": by_confidence(jobs, window),
+        "fit_error": fit_error(jobs),
         "stretch_mean": round(sum(stretches) / len(stretches), 3) if stretches else None,
         "stretch_p95": stretches[max(0, -(-95 * len(stretches) // 100) - 1)] if stretches else None,
         "shares": {
@@ -109,7 +108,7 @@ def weakest(confidences: Iterable[str]) -> str:
 
 
 def by_confidence(jobs: Iterable[Job], window: Window = ALL) -> dict[str, dict[str, float]]:
-    """How many jobs, and GPU-seconds of dedicated runs, each word stands for; of jobs that one may see. declared is
+    """How many jobs, and GPU-seconds of dedicated runs, each word stands for; of these jobs. declared is
     what scripts asked for beyond what their jobs used, and is in no other sum."""
     found: dict[str, dict[str, float]] = {}
     excess = [job for job in jobs if job.declared_gpus > job.gpus and window.meets(job)]

@@ -20,8 +20,9 @@ def message(found: dict, accounts: Sequence[dict], period: str, seen: str) -> st
 
 def _lines(found: dict, accounts: Sequence[dict], period: str, seen: str, unit: Unit) -> list[str]:
     when = period or f"{clock(found['from'])[:10]} to {clock(found['until'])[:10]}"
+    gpus = f"{found['gpus']} GPU" + ("" if found["gpus"] == 1 else "s")
     lines = [f"Subject: Pool {found['pool']}, {when}: {unit(found['charged_gpu_seconds'])} {unit.name} charged", ""]
-    lines += [f"Pool {found['pool']}, {found['gpus']} GPUs, {clock(found['from'])} to {clock(found['until'])}", ""]
+    lines += [f"Pool {found['pool']}, {gpus}, {clock(found['from'])} to {clock(found['until'])}", ""]
     sums = [
         ("charged to jobs", "charged_gpu_seconds"),
         ("overhead of the pool's owner", "overhead_gpu_seconds"),

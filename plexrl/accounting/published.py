@@ -69,7 +69,8 @@ class Published(Struct):
     moves: by minute. running: a head was at work. slurm_jobs: the pool's own Slurm jobs. ideal_us: the least that any
     sharing of these jobs could have cost: their busy time, and no less than the largest of the dedicated runs.
     device_bytes: of a GPU; None where unknown. pretend: GPUs are cores, whose CPU seconds tell of contention. now_us:
-    the moment of publication; what was recorded later is not in it.
+    the moment of publication; what was recorded later is not in it. sure: GPU-microseconds of all jobs' dedicated
+    runs, by confidence.
     """
 
     pool: str
@@ -90,6 +91,7 @@ class Published(Struct):
     pretend: bool = False
     switches: int = 0
     now_us: int = 0
+    sure: dict[str, int] = field(default_factory=dict)
 
 
 def horizon(records: Sequence[r.Record], intervals: Iterable[r.AgentInterval], now_us: int) -> tuple[int, bool]:
@@ -133,6 +135,10 @@ def compute(
             minute.dedicated_us += mine
             minute.split_us += mine_split
         jobs.append(_job(trace, running, together, apart, rows, basis(trace, together, apart, models, pretend)))
+    sure: dict[str, int] = {}
+    for job in jobs:
+        if job.gpus:
+            sure[job.basis.confidence] = sure.get(job.basis.confidence, 0) + job.gpus * job.replayed_us
     busy = sum(minute.classes.get(SpanClass.BUSY, 0) for minute in charges.minutes.values())
     epochs = [record for record in records if isinstance(record, r.EpochStarted)]
     return Published(
@@ -152,6 +158,7 @@ def compute(
         moves=moves(records, laid, until),
         pretend=pretend,
         now_us=now_us,
+        sure=sure,
         switches=switch_totals(record for record in records if record.now_us <= until)[0],
     )
 

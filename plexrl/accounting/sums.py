@@ -8,6 +8,7 @@ from rich.text import Text
 
 from plexrl.accounting.words import Unit, minus
 
+_WIDTH = 170  # of what is written to a file or a pipe
 _COLUMNS = ("charged", "switch", "dedicated", "dedicated_split", "saved")
 _HEADS = ("charged", "switch", "dedicated", "split", "saved")
 _POOL = ("pool_held", "pool_overhead", "pool_unattributed", "pool_dedicated", "pool_saved")
@@ -17,12 +18,14 @@ _POOL_HEADS = ("held", "overhead", "unattributed", "dedicated, all", "saved, all
 def show(rows: Sequence[dict], keys: Sequence[str], own_only: bool, console: Console | None = None) -> None:
     """Print rows of `groups.rows`. own_only: the reader sees some of the jobs only; said at the end."""
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
     if not rows:
         console.print("No job was there in that time.")
         return
     whole = "pool_held" in rows[0]
     unit = Unit(max(row[name] for row in rows for name in ("charged", "dedicated", *(_POOL[:1] if whole else ()))))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for key in keys:
         table.add_column(key, no_wrap=True)
     for head in ("jobs", *_HEADS, "stretch", *(_POOL_HEADS if whole else ())):
@@ -35,7 +38,7 @@ def show(rows: Sequence[dict], keys: Sequence[str], own_only: bool, console: Con
         cells.append("-" if mean is None else minus(f"{mean:.2f}"))
         cells += [unit(row[name]) for name in _POOL] if whole else []
         table.add_row(*(Text(cell) for cell in cells), Text(sure(row), style="dim"))
-    console.print(table, soft_wrap=not console.is_terminal)
+    console.print(table)
     words = f"{unit.name}; switch: a part of charged; saved: dedicated (colocated) - charged, without overhead"
     if whole:
         words += "; saved, all: what all dedicated runs would have held - what the pool held"

@@ -87,7 +87,7 @@ def _classes(found: dict) -> Text:
 
 
 def _jobs(jobs: list[dict], unit: Unit) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for column in ("job", "user", "account"):
         table.add_column(column, no_wrap=True)
     for column in ("charged", "switch", "dedicated", "saved", "GPUs", "wall", "stretch"):
