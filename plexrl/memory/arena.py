@@ -240,6 +240,22 @@ class ArenaMap:
         self._views[slab, readonly] = view
         return view
 
+    def store(self, slab: Slab, content: Tensor) -> None:
+        """Fill a slab with bytes (uint8, 1-D, contiguous, slab.size) that this process will not look at again.
+
+        From host memory without mapping the slab: making the pages of a new mapping takes twice as long as copying into
+        them. Raises BadInput for another size, OSError.
+        """
+        if content.numel() != slab.size:
+            raise BadInput(f"{content.numel()} bytes for slab {slab.name!r} of {slab.size}", "Store all of it")
+        if content.device.type != "cpu":
+            self.view(slab).copy_(content)
+            self.drop(slab, readonly=False)
+            return
+        memory, done = memoryview(content.numpy()), 0
+        while done < slab.size:
+            done += os.pwrite(self._fd, memory[done:], slab.offset + done)
+
     def checksum(self, slab: Slab, name: str) -> str:
         """Of the bytes of a version's slab, mapped or not; see memory.checksum."""
         return checksum(self._fd, slab.offset, slab.size, name)

@@ -13,7 +13,7 @@ from plexrl.types import PlexrlError
 
 CHUNK = 1 << 20
 """Bytes that are read at once: they stay in the core's cache until they are summed."""
-WHOLE = 64 << 20
+WHOLE = 16 << 20
 """Bytes up to which nothing is left out."""
 EVERY = 16
 """Of so many chunks of anything larger one is read."""

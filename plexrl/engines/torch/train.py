@@ -281,7 +281,7 @@ class Trainer:
             check_size(f"a version of {deployment!r}", slab, layout.packed(specs))
         if bound.weights is not None:
             if slab is not None:
-                arena.view(slab).copy_(bound.weights)
+                arena.store(slab, bound.weights)
         else:
             views = {} if slab is None else manifest({"weights": specs}).views(arena.view(slab))["weights"]
             pieces = bound.pieces("weights")
