@@ -31,11 +31,10 @@ class Busy:
     def served(self, gang: str, start: int, end: int) -> int:
         """Of [start, end), what the gang spent on work."""
         pieces = self.busy.get(gang, [])
-        total = 0
-        for begin, stop in pieces[max(0, bisect_right(pieces, (start, 0)) - 1) :]:
-            if begin >= end:
-                break
-            total += max(0, min(stop, end) - max(begin, start))
+        total, at = 0, max(0, bisect_right(pieces, (start, 0)) - 1)
+        while at < len(pieces) and pieces[at][0] < end:
+            total += max(0, min(pieces[at][1], end) - max(pieces[at][0], start))
+            at += 1
         return total
 
 

@@ -112,11 +112,13 @@ def _bursts(samples: Sequence[Done], busy: Busy) -> Iterable[Observation]:
         by_gang[each.gang].append(each)
     for gang, mine in by_gang.items():
         burst: list[Done] = []
+        upto = 0
         for each in sorted(mine, key=lambda each: each.start_us):
-            if burst and each.start_us >= max(one.end_us for one in burst):
+            if burst and each.start_us >= upto:
                 yield _burst(gang, burst, busy)
                 burst = []
             burst.append(each)
+            upto = max(upto, each.end_us) if len(burst) > 1 else each.end_us
         yield _burst(gang, burst, busy)
 
 
