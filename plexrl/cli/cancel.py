@@ -1,5 +1,6 @@
 """`plexrl cancel`: end a logical job."""
 
+import json
 import os
 import signal
 
@@ -25,6 +26,7 @@ def cancel(
     pool_uids: str = typer.Option(
         "", envvar="PLEXRL_POOL_UIDS", metavar="UID,..", help="Accounts whose registry files are believed."
     ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """End a logical job: its calls are cancelled and its models end; checkpoints stay.
 
@@ -34,7 +36,7 @@ def cancel(
         _program(job, pools(registry, pool_uids, pool)[0])
     else:
         _slurm_job(job)
-    print(f"job {job} is told to end")
+    print(json.dumps({"cancelled": job}) if as_json else f"job {job} is told to end")
 
 
 def _slurm_job(job: int) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from plexrl.cli.written import differences, for_json, written
 from plexrl.config import PoolConfig, choices, read
+from plexrl.config.reload import kept
 from plexrl.pool import fits
 
 app = typer.Typer(no_args_is_help=True)
@@ -23,9 +24,14 @@ def group() -> None:
 @app.command()
 def check(
     file: Path = typer.Argument(..., metavar="FILE", help="The plexrl.yaml to read."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Read FILE as a pool would. Faults are told with file, line, key and the mend; the exit status is then 2."""
     config = read(file, fits.problems)
+    if as_json:
+        engines = [choice._asdict() for choice in choices(config)]
+        print(json.dumps({"file": str(file), "models": list(config.models), "engines": engines}))
+        return
     table = Table("model", "dtype", "trainer", "samplers", "context", "accounts", box=None)
     for name, model in config.models.items():
         samplers = f"{model.sample.replicas} x 1 GPU"
@@ -61,19 +67,24 @@ def diff(
 ) -> None:
     """Print what changes from OLD to NEW, by what the files mean and not how they are written. Ends with 1 if anything.
 
-    A pool reads its file when it starts.
+    A pool that runs takes up by plexrl pool reload what says so, if all that changes says so.
     """
-    rows = differences(read(old), read(new))
+    before, after = read(old), read(new)
+    rows = [(*row, _taken(row[0], kept(before, after))) for row in differences(before, after)]
     if as_json:
-        print(json.dumps([dict(zip(("key", "old", "new"), row, strict=True)) for row in rows]))
+        print(json.dumps([dict(zip(("key", "old", "new", "by"), row, strict=True)) for row in rows]))
     elif rows:
-        table = Table("key", str(old), str(new), box=None)
+        table = Table("key", str(old), str(new), "taken up by", box=None)
         for row in rows:
             table.add_row(*row)
         Console().print(table)
     else:
         print("they mean the same")
     raise typer.Exit(1 if rows else 0)
+
+
+def _taken(key: str, stays: list[str]) -> str:
+    return "a new start" if any(key == each or key.startswith(f"{each}.") for each in stays) else "reload"
 
 
 def engines_of(config: PoolConfig) -> Table:

@@ -69,8 +69,11 @@ def test_a_difference_is_one_of_meaning(rich_file: Path, tmp_path: Path):
     found = CliRunner().invoke(app, ["diff", "--json", str(rich_file), str(other)])
     assert found.exit_code == 1
     assert json.loads(found.output) == [
-        {"key": "scheduler.quantum", "old": "1500ms", "new": "2s"},
-        {"key": "shares.ml.users.alice", "old": "1.0", "new": "-"},
-        {"key": "shares.ml.users.bob", "old": "-", "new": "3.0"},
+        {"key": "scheduler.quantum", "old": "1500ms", "new": "2s", "by": "reload"},
+        {"key": "shares.ml.users.alice", "old": "1.0", "new": "-", "by": "reload"},
+        {"key": "shares.ml.users.bob", "old": "-", "new": "3.0", "by": "reload"},
     ]
-    assert "scheduler.quantum" in CliRunner().invoke(app, ["diff", str(rich_file), str(other)]).output
+    other.write_text(rich_file.read_text().replace("1.5GiB", "2GiB"))
+    (found,) = json.loads(CliRunner().invoke(app, ["diff", "--json", str(rich_file), str(other)]).output)
+    assert (found["key"], found["by"]) == ("device.bytes", "a new start")
+    assert "device.bytes" in CliRunner().invoke(app, ["diff", str(rich_file), str(other)]).output
