@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plexrl.engines.protocol import UserError
 from plexrl.engines.torch.asample import Request, Sequence
 from plexrl.engines.vllm.house import House
+from plexrl.engines.vllm.sizing import BLOCK
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.outputs import LogprobsTensors
 
 # vLLM draws greedily below this.
@@ -30,27 +33,33 @@ class Draws:
         self._live: dict[str, Sequence] = {}
         self._names: dict[int, str] = {}
         self._unread: set[int] = set()  # requests whose prompt's logprobs are still to come
+        self._held: dict[int, LoRARequest | None] = {}  # requests whose other samples wait for the first one
         self._count = 0
         # Where vLLM makes a request's generator: ours takes its place.
         self._update_states = house.runner._update_states
         house.runner._update_states = self._with_generators
 
+    def check(self, request: Request) -> None:
+        """Raises UserError for settings that vLLM does not take."""
+        try:
+            self._settings(request.sequences[0], None)
+        except ValueError as error:
+            raise UserError(f"vLLM does not draw so: {error}") from error
+
     def add(self, request: Request, adapter: LoRARequest | None) -> None:
-        """Queue all sequences that have not ended."""
-        asked = request.asked
+        """Queue all sequences that have not ended.
+
+        Of a prompt of some blocks the first sample goes ahead; the others find its blocks when it has been read.
+        """
         self._unread.add(id(request))
         if len(request.prompt) == 1:  # nothing stands before its only token
             request.prompt_logprobs = np.full(1, np.nan)
-        for index, sequence in enumerate(request.sequences):
-            # The prompt's logprobs are the same for all samples: the first one is asked for them, ended or not.
-            wants = index == 0 and (asked.prompt_logprobs or asked.topk_prompt) and request.prompt_logprobs is None
-            if sequence.ended and not wants:
-                continue
-            self._count += 1
-            name = f"{self._count}"
-            self._live[name] = sequence
-            self._names[id(sequence)] = name
-            self._client.add_request(self._request(name, sequence, adapter, asked.topk_prompt if wants else None))
+        fresh = not any(sequence.tokens for sequence in request.sequences)
+        if fresh and len(request.sequences) > 1 and len(request.prompt) > BLOCK:
+            self._queue(request, 0, 1, adapter)
+            self._held[id(request)] = adapter
+        else:
+            self._queue(request, 0, len(request.sequences), adapter)
 
     def step(self) -> list[Sequence]:
         """One step of vLLM; the sequences that it drew a token for, or read the prompt of."""
@@ -83,17 +92,31 @@ class Draws:
         for sequence in request.sequences:
             self.end(sequence)
         self._unread.discard(id(request))
+        self._held.pop(id(request), None)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _request(self, name: str, sequence: Sequence, adapter: LoRARequest | None, top: int | None):
+    def _queue(self, request: Request, start: int, end: int, adapter: LoRARequest | None) -> None:
+        asked = request.asked
+        for index in range(start, end):
+            sequence = request.sequences[index]
+            # The prompt's logprobs are the same for all samples: the first one is asked for them, ended or not.
+            wants = index == 0 and (asked.prompt_logprobs or asked.topk_prompt) and request.prompt_logprobs is None
+            if sequence.ended and not wants:
+                continue
+            self._count += 1
+            name = f"{self._count}"
+            self._live[name] = sequence
+            self._names[id(sequence)] = name
+            self._client.add_request(self._request(name, sequence, adapter, asked.topk_prompt if wants else None))
+
+    def _settings(self, sequence: Sequence, top: int | None) -> SamplingParams:
         """top: as many of the likeliest tokens at each place of the prompt; None: no logprobs of the prompt."""
         from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         request, params = sequence.request, sequence.request.params
         greedy = params.temperature < _GREEDY
-        settings = SamplingParams(
+        return SamplingParams(
             max_tokens=max(params.max_tokens - len(sequence.tokens), 1),
             temperature=0.0 if greedy else params.temperature,
             top_k=params.top_k if not greedy else 0,
@@ -105,11 +128,17 @@ class Draws:
             logprobs=request.asked.topk_sample,
             prompt_logprobs=top,
         )
+
+    def _request(
+        self, name: str, sequence: Sequence, adapter: LoRARequest | None, top: int | None
+    ) -> EngineCoreRequest:
+        from vllm.v1.engine import EngineCoreRequest
+
         return EngineCoreRequest(
             request_id=name,
-            prompt_token_ids=[*request.prompt.tolist(), *sequence.tokens],
+            prompt_token_ids=[*sequence.request.prompt.tolist(), *sequence.tokens],
             mm_features=None,
-            sampling_params=settings,
+            sampling_params=self._settings(sequence, top),
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=adapter,
@@ -119,6 +148,8 @@ class Draws:
 
     def _take(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         request = sequence.request
+        if id(request) in self._held:
+            self._queue(request, 1, len(request.sequences), self._held.pop(id(request)))
         if output.new_prompt_logprobs_tensors is not None and request.prompt_logprobs is None:
             _keep_prompt(request, output.new_prompt_logprobs_tensors)
         if output.new_token_ids or output.finish_reason is not None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 
 from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec
@@ -51,6 +54,7 @@ def launch(spec: EngineSpec, arch: layout.Architecture) -> InprocClient:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_bytes
     os.environ.update(_ENVIRON | {"VLLM_CACHE_ROOT": str(cache), "VLLM_CONFIG_ROOT": str(cache)})
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
         with _tamed(private):
             return _launch(spec, arch)
@@ -135,20 +139,29 @@ def _tamed(private: Path) -> Iterator[None]:
     """While vLLM is imported and built; afterwards the process is as it was.
 
     * Weights stay in tensors: oneDNN's handlers would keep them, packed anew, in memory that nobody can move.
-    * Its process group of one rank meets in a file of ours, not in one beside everybody's in /tmp.
+    * Its process groups have one rank and are fake ones: gloo's would each listen on a port. They meet in a file of
+      ours, not in one beside everybody's in /tmp.
     * A model's class is looked at here and not in a child process (which costs seconds and a second import).
     * Rotary tables belong to one engine: the next one in this process makes its own.
     """
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
     from vllm.v1.executor import uniproc_executor
+
+    def portless(make: Callable) -> Callable:
+        return lambda *args, **kwargs: make(*args, **kwargs | {"backend": "fake"})
 
     set_num_threads, state = torch.set_num_threads, random.getstate()
     try:
         with (
             mock.patch.object(ops, "_supports_onednn", False),
             mock.patch.object(registry, "_run_in_subprocess", lambda look: look()),
+            mock.patch.object(registry._LazyRegisteredModel, "_save_modelinfo_to_cache", lambda *_: None),
+            mock.patch.object(type(current_platform), "dist_backend", "fake"),
+            mock.patch.object(dist, "init_process_group", portless(dist.init_process_group)),
+            mock.patch.object(dist, "new_group", portless(dist.new_group)),
             mock.patch.object(uniproc_executor, "get_file_store_init_method", lambda: f"file://{private / 'store'}"),
             mock.patch.dict(rotary_embedding._ROPE_DICT, clear=True),
         ):

@@ -82,6 +82,7 @@ class Sampler:
         self._stops.prepare(request.params)
         if drawn:
             request.unpack(drawn)
+        self._draws.check(request)
         self._requests[call_id] = request
         self._waiting.append(request)
 
@@ -151,8 +152,10 @@ class Sampler:
         return moved
 
     def undo(self) -> Moved:
-        """See protocol.SampleEngine."""
-        return self.load_device() if self._crossing.left else self._crossing.undo()
+        """See protocol.SampleEngine. Adapters come again: their place may have been another's meanwhile."""
+        moved = self.load_device() if self._crossing.left else self._crossing.undo()
+        self._versions.left()
+        return moved
 
     def close(self) -> None:
         """See protocol.SampleEngine."""

@@ -153,3 +153,17 @@ def test_bad_input(replicas) -> None:
         engine.add("bad", "v9", ask([5], max_tokens=1))
     assert engine.live() == 0
     assert engine.step() == []
+
+
+def test_a_prompt_of_blocks_is_read_once(replicas) -> None:
+    """Eight samples of one long prompt: its whole blocks are read by the first of them only."""
+    _, engine = replicas("tied")
+    prompt = [3 + index % 480 for index in range(70)]
+    engine.add("a", None, ask(prompt, 8, max_tokens=3, temperature=0, prompt_logprobs=True))
+    read = []
+    found = {}
+    while engine.live():
+        found |= {call: pb.SampleResponse.FromString(result.body) for call, result in engine.step()}
+        read.append(engine._draws.scheduled)
+    assert read[:2] == [70, 1 + 7 * (70 - 64)]
+    assert len({tuple(tokens(s)) for s in found["a"].sequences}) == 1

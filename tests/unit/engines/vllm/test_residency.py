@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import json
 import os
+import tempfile
 
 import numpy as np
 import psutil
@@ -78,7 +79,7 @@ def test_offload_after_every_step(replicas, vllm_models, monkeypatch, costs: Cos
         found.append({call: pb.SampleResponse.FromString(body) for call, body in got.items()})
     stayed, left = found
     for name, body in asked.items():
-        prompt = [t for chunk in __import__("json").loads(body)["prompt"]["chunks"] for t in chunk["tokens"]]
+        prompt = [t for chunk in json.loads(body)["prompt"]["chunks"] for t in chunk["tokens"]]
         for one, other in zip(stayed[name].sequences, left[name].sequences, strict=True):
             assert tokens(one) == tokens(other)
             if costs is PARK:
@@ -145,13 +146,15 @@ def test_a_switch_is_taken_back(replicas) -> None:
     assert [tokens(s) for s in found["a"].sequences] == [tokens(s) for s in found["b"].sequences]
 
 
-def test_it_stays_until_a_leaver_is_gone(replicas, vllm_models) -> None:
-    """Two replicas take turns at the same place of one device."""
+def test_it_stays_until_a_leaver_is_gone(replicas, vllm_models, monkeypatch, tmp_path) -> None:
+    """Two replicas take turns at the same place of one device. What one made on disk to be built is gone then."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     node, engine = replicas("tied")
     engine.add("a", None, ask([5, 6, 7], max_tokens=8, temperature=0))
     engine.step()
     engine.offload()
     other = node.replica(vllm_models["tied"])
+    assert not os.listdir(tmp_path)
     other.add("b", None, ask([5, 6, 7], max_tokens=8, temperature=0))
     engine._house.seat.patience = 0.05
     with pytest.raises(PlexrlError):
@@ -186,7 +189,6 @@ def test_nothing_grows(replicas, vllm_models) -> None:
         engine.load_device()
         drain(engine)
         engine.detach("g")
-        gc.collect()
         with open("/proc/self/maps") as maps:
             return process.num_fds(), process.num_threads(), len(maps.readlines()), process.memory_info().rss
 
@@ -211,7 +213,7 @@ def test_a_transfer_that_went_wrong_is_seen(replicas, vllm_models, monkeypatch) 
 
     def damaged(*names: str, seat):
         moved = pull(*names, seat=seat)
-        engine._house.region.buffer[-4096 * 8 :] ^= 1
+        engine._house.region.buffer[engine._house.model_at] ^= 1
         return moved
 
     monkeypatch.setattr(engine._house.state, "pull", damaged)
@@ -222,11 +224,9 @@ def test_a_transfer_that_went_wrong_is_seen(replicas, vllm_models, monkeypatch) 
     engine.detach("w")
 
 
-def test_nothing_is_left_in_the_file_system(replicas) -> None:
-    """No port, no file of the rendezvous."""
+def test_it_opens_no_port(replicas) -> None:
     replicas("tied")
     assert not [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert not [name for name in os.listdir("/tmp") if name.startswith(("vllm_dist_", "plexrl-vllm-"))]
 
 
 def test_specs_that_do_not_fit(vllm_models) -> None:

@@ -8,6 +8,7 @@ import torch
 from tinker.proto import tinker_public_pb2 as pb
 
 from plexrl.engines import layout, sizing
+from plexrl.engines.protocol import UserError, build
 from plexrl.engines.torch.home import manifest
 from plexrl.memory.device import CpuDevice, create_memfd
 from plexrl.types import BadInput, Role
@@ -30,8 +31,6 @@ def adapter(node: Node, model_dir: str, rank: int, seed: int, name: str, unembed
 def reference(node: Node, model_dir: str, kind: str = "lora"):
     """The torch engine on a device of its own, over the same arena."""
     spec = node.spec(model_dir, Role.SAMPLE, kind)
-    from plexrl.engines.protocol import build
-
     return build(spec, CpuDevice(create_memfd("reference", node.size), node.size), node.map)
 
 
@@ -87,6 +86,20 @@ def test_what_does_not_fit_the_group_is_refused(replicas, vllm_models) -> None:
         engine.attach("v", slab, 8, True, True, True)
     with pytest.raises(BadInput, match="other kind"):
         engine.attach("v", slab, None, True, True, True)
+
+
+def test_weights_that_are_no_numbers_fail_their_call_only(replicas, vllm_models) -> None:
+    node, engine = replicas("tied")
+    slab = adapter(node, vllm_models["tied"], 4, 1, "broken")
+    node.map.view(slab).view(torch.float32).fill_(torch.nan)
+    engine.attach("broken", slab, 4, True, True, True)
+    engine.add("good", None, ask([5, 6, 7], 2, max_tokens=6, temperature=0))
+    engine.add("bad", "broken", ask(list(range(3, 70)), 2, max_tokens=6))
+    found = drain(engine)
+    assert isinstance(found["bad"], UserError)
+    engine.add("after", None, ask([5, 6, 7], max_tokens=6, temperature=0))
+    assert tokens(drain(engine)["after"].sequences[0]) == tokens(found["good"].sequences[0])
+    engine.detach("broken")
 
 
 def full_version(node: Node, model_dir: str, seed: int, name: str):
