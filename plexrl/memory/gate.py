@@ -39,6 +39,7 @@ GATE_BYTES = 8192
 """Bytes of a gate's memfd."""
 
 PATIENCE_S = 60.0
+FAILED_PATIENCE_S = 5.0  # of who takes a failed leave back: who came gives its bytes up at once, or never (ours)
 _SLICE_S = 1.0
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -213,7 +214,7 @@ class Seat:
     A seat that comes takes its extent in ascending device offset, one that leaves lets go of it in the same order;
     one that takes a failed leave back does so in descending order. What it holds is always one range.
 
-    patience: seconds without any movement of who blocks it after which `wait` gives up.
+    patience: seconds without any movement of who blocks it after which `wait` gives up; a seat that has FAILED, sooner.
     """
 
     def __init__(self, gate: Gate, index: int, owner: str, extent: Extent) -> None:
@@ -271,10 +272,11 @@ class Seat:
                 )
             if seen != (blocker, failures, blocking.low, blocking.high):
                 seen, since = (blocker, failures, blocking.low, blocking.high), now
-            left = since + self.patience - now
+            patience = min(self.patience, FAILED_PATIENCE_S) if self.state is FAILED else self.patience
+            left = since + patience - now
             if left <= 0:
                 raise Held(
-                    f"bytes {start} to {end} of the device are not free after {self.patience:g} s; seat {blocker} is "
+                    f"bytes {start} to {end} of the device are not free after {patience:g} s; seat {blocker} is "
                     + self._gate._told(blocking),
                     "Undo the switch; if that process hangs, end it",
                 )

@@ -34,7 +34,8 @@ class Session:
 class Model:
     """A deployment. next_seq: the next training call that may run. held: calls that came before their turn.
 
-    versions: all that were published of it, in order.
+    checkpoint, saved: its newest one, and the folder. exact: that is the state of today, as far as calls have ended.
+    gradients: some may wait for an optim_step; a checkpoint has none. versions: all that were published of it, by age.
     """
 
     created: r.ModelCreated
@@ -47,6 +48,20 @@ class Model:
     applied: int = 0
     checkpoint: str = ""
     versions: list[str] = field(default_factory=list)
+    saved: str = ""
+    exact: bool = False
+    gradients: bool = False
+
+    def note(self, kind: CallKind, ok: bool, work: dict[str, object]) -> None:
+        """A training call of it ended: what that says of its state and its last checkpoint."""
+        match kind:
+            case CallKind.SAVE_STATE if ok:
+                self.checkpoint, self.saved = str(work["path"]), str(work["folder"])
+                self.exact = not self.gradients
+            case CallKind.FORWARD_BACKWARD:
+                self.exact, self.gradients = False, True
+            case CallKind.OPTIM_STEP | CallKind.LOAD_STATE:
+                self.exact, self.gradients = False, self.gradients and not ok
 
     @property
     def id(self) -> str:
@@ -60,10 +75,15 @@ class Model:
 
 @dataclass
 class Group:
-    """A worker group: where it is and which deployments it holds."""
+    """A worker group: where it is and which deployments it holds.
+
+    unbuilt: gangs whose engines were ended while they slept. rebuilt: those that were so once.
+    """
 
     placed: r.GroupPlaced
     ended: str = ""
+    unbuilt: set[str] = field(default_factory=set)
+    rebuilt: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -175,6 +195,14 @@ class Book:
     def _group_ended(self, record: r.GroupEnded) -> None:
         self.groups[record.group].ended = record.reason
 
+    def _unbuilt(self, record: r.Unbuilt) -> None:
+        group = self.groups[record.gang.rpartition("/")[0]]
+        if record.built:
+            group.unbuilt.discard(record.gang)
+            group.rebuilt.add(record.gang)
+        else:
+            group.unbuilt.add(record.gang)
+
     def _model_created(self, record: r.ModelCreated) -> None:
         self.models[record.model] = Model(record)
         self.entries[f"{record.model}:0"] = Entry(f"{record.model}:0", record.job, record.uid)
@@ -228,8 +256,7 @@ class Book:
             model = self.models[call.deployment]
             if record.ok:
                 model.applied = max(model.applied, call.seq)
-            if record.ok and call.kind is CallKind.SAVE_STATE:
-                model.checkpoint = str(entry.accepted.work["path"])
+            model.note(call.kind, record.ok, entry.accepted.work)
             if call.seq in model.held:
                 # It ended without having run (a gap that never closed, a job that ended): its place is used up.
                 del model.held[call.seq]
@@ -258,6 +285,7 @@ _APPLY = {
     r.SessionEnded: Book._session_ended,
     r.GroupPlaced: Book._group_placed,
     r.GroupEnded: Book._group_ended,
+    r.Unbuilt: Book._unbuilt,
     r.ModelCreated: Book._model_created,
     r.ModelEnded: Book._model_ended,
     r.VersionPublished: Book._version_published,

@@ -1,5 +1,6 @@
 """The life of deployments: opened, fed with calls in order, ended with session or job, lost with their gang."""
 
+import asyncio
 import json
 import logging
 
@@ -24,7 +25,10 @@ class Deployments:
         turns.switches.on_build_failed = self._build_failed
         turns.switches.on_lost = self.gang_lost
         groups.tiers.on_damaged = self._damaged
+        turns.switches.sleepers.close = self._close_gang
+        turns.switches.sleepers.closed = self.asleep
         self._gang_up: dict[str, bool] = {}
+        self._creating: dict[str, set[asyncio.Task]] = {}
         self._losing: set[str] = set()
 
     # -- opening -------------------------------------------------------------------------------------------------------
@@ -89,12 +93,31 @@ class Deployments:
         return answers.Promise(request_id=f"{model}:0", model=model)
 
     def start(self, model: Model) -> None:
-        """Make the deployment on its gang as soon as that is built."""
+        """Make the deployment on its gang as soon as that is built; one whose engine was ended is built for it."""
         if model.created.group in self._groups.asked:
             return
         (gang,) = self._groups.gangs_of(model.created.group)
         if self._gang_up.get(gang.id):
-            self._core.spawn(self._create(model))
+            task = self._core.spawn(self._create(model))
+            tasks = self._creating.setdefault(gang.id, set())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        elif (state := self._core.scheduler.gangs.get(gang.id)) is not None and state.unbuilt:
+            self._turns.rebuild(gang.id)
+
+    async def _close_gang(self, gang_id: str) -> None:
+        """No deployment is made there from now on, nor is one under way."""
+        self._gang_up[gang_id] = False
+        await asyncio.gather(*self._creating.get(gang_id, ()), return_exceptions=True)
+
+    def asleep(self, gang_id: str) -> None:
+        """The gang has no engine now. Who waits to be made there has it built again."""
+        self._gang_up[gang_id] = False
+        group, _ = self._groups.gangs.find(gang_id)
+        if group.placed.spec.role is Role.TRAIN:
+            for model in self._core.book.live_models(group.placed.spec.group):
+                if self._unborn(model):
+                    self.start(model)
 
     async def _create(self, model: Model) -> None:
         core = self._core
@@ -127,15 +150,18 @@ class Deployments:
         group, _ = self._groups.gangs.find(gang_id)
         if group.placed.spec.role is Role.TRAIN:
             for model in self._core.book.live_models(group.placed.spec.group):
-                self.start(model)
+                if self._unborn(model):
+                    self.start(model)
 
     def _build_failed(self, gang_id: str, why: PlexrlError) -> None:
         """Everybody who waited for the gang is told; the group is given up."""
         group, _ = self._groups.gangs.find(gang_id)
         name = group.placed.spec.group
         for model in self._core.book.live_models(name):
+            born = not self._unborn(model)
             self._core.fail(f"{model.id}:0", f"the worker group was not built: {why}", category_of(why))
-            self._core.spawn(self.end_model(model, f"its worker group was not built: {why}"))
+            reason = f"its worker group was not built{' again' if born else ''}: {why}{model.resume if born else ''}"
+            self._core.spawn(self.end_model(model, reason, lost=born))
         self._core.spawn(self._retire(name, f"not built: {why}"))
 
     async def _retire(self, name: str, reason: str) -> None:
@@ -157,6 +183,8 @@ class Deployments:
                     self._created(model)
             elif self._unborn(model):
                 self.start(model)
+            elif gang_id in group.rebuilt:
+                self._groups.tiers.unknown(model)  # the last head had it built again, and this one not brought
             else:
                 self._core.spawn(self.end_model(model, f"its engine host does not know it{model.resume}", lost=True))
         for name in set(hello.deployments) - {model.id for model in live}:
@@ -267,8 +295,8 @@ class Deployments:
         await self._close(model)
 
     async def _damaged(self, model: Model, why: str) -> None:
-        """What a deployment's state was spilled to cannot be read: it alone is lost."""
-        await self.end_model(model, f"its state was damaged on NVMe ({why}){model.resume}", lost=True)
+        """What is left of a deployment's state, on NVMe or by an engine that ended, is not whole: it alone is lost."""
+        await self.end_model(model, f"its state was damaged ({why}){model.resume}", lost=True)
 
     async def _close(self, model: Model) -> None:
         """Take back what an ended deployment had, and let the scheduler forget the groups that ended with it."""

@@ -1,4 +1,7 @@
-"""Fault points for the crash tests: a file `run/faults/<name>` ends the process there, once, as SIGKILL would."""
+"""Fault points for the crash tests: a file `run/faults/<name>` ends the process there, once, as SIGKILL would.
+
+Some say instead, once, that something is not as it should be.
+"""
 
 import os
 import signal
@@ -19,11 +22,16 @@ class Faults:
 
     def hit(self, name: str) -> None:
         """Die here if the point is armed."""
+        if self.take(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def take(self, name: str) -> bool:
+        """Whether the point was armed. It is not any more."""
         # On the way of every call, so this costs one system call as long as nobody ever armed a point.
         if not os.path.isdir(self._path):
-            return
+            return False
         try:
             (self._folder / name).unlink()
         except FileNotFoundError:
-            return
-        os.kill(os.getpid(), signal.SIGKILL)
+            return False
+        return True

@@ -1,6 +1,7 @@
 """The engine processes of gangs: started by the nodes' agents, known by their leaders, ended whole."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from plexrl.types import Gang, PlexrlError, Role, Unavailable, records
 log = logging.getLogger("plexrl.head")
 _BUILD_S = 600.0
 _KILL_S = 30.0
+_EXIT_S = 10.0
 
 
 def node_of(gpu: str) -> str:
@@ -50,6 +52,7 @@ class Gangs:
         self._slabs = slabs
         self._built: dict[str, asyncio.Future] = {}
         self._builds: dict[str, str] = {}  # gang -> which life of it is ours
+        self._exits: dict[str, asyncio.Queue[str]] = {}  # gangs that were told to end: what their ranks said
         self.hosts: dict[str, m.HostHello] = {}
         self.attached: dict[str, set[str]] = {}
 
@@ -172,6 +175,8 @@ class Gangs:
 
     def rank_ended(self, gang_id: str, build: str, why: str) -> bool:
         """A rank of the gang is gone. True when that makes a gang that was built a lost one."""
+        if gang_id in self._exits:
+            self._exits[gang_id].put_nowait(why)
         if self._builds.get(gang_id) != build:
             return False
         future = self._built.get(gang_id)
@@ -199,7 +204,14 @@ class Gangs:
                 future.set_exception(Unavailable(f"the agent of {node} ended while {name} was built"))
         for version in self._core.book.versions.values():
             version_left(self._core, version, {node})
-        return list(self.missing(node, set()))
+        groups = self._core.book.groups.values()
+        gangs = (gang for group in groups if not group.ended for gang in group.placed.placement.gangs)
+        asleep = [gang.id for gang in gangs if self.unbuilt(gang.id) and node in nodes_of(gang)]
+        return [*self.missing(node, set()), *asleep]
+
+    def unbuilt(self, gang_id: str) -> bool:
+        """Whether its engine was ended while it slept."""
+        return gang_id not in self._builds and gang_id in self.find(gang_id)[0].unbuilt
 
     def disown(self, gang_id: str) -> bool:
         """Whatever is left of the gang is not ours any more. False when it was not ours."""
@@ -207,6 +219,21 @@ class Gangs:
         self.attached.pop(gang_id, None)
         self._core.links.forget(f"gang:{gang_id}")
         return self._builds.pop(gang_id, None) is not None
+
+    async def end(self, gang_id: str) -> None:
+        """End every rank of a gang in order, and wait until all are gone; whoever takes long is killed."""
+        _, gang = self.find(gang_id)
+        said = self._exits[gang_id] = asyncio.Queue()
+        self._core.links.send(f"gang:{gang_id}", m.Exit())
+        self.disown(gang_id)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_S):
+                    for _ in gang.gpus:
+                        await said.get()
+        finally:
+            del self._exits[gang_id]
+        await self.kill(gang_id)
 
     async def kill(self, gang_id: str) -> None:
         """End every rank of a gang and wait until all are gone: then nobody writes to its memory any more."""

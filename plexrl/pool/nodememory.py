@@ -15,7 +15,7 @@ from plexrl.memory.nvme import Tier
 from plexrl.memory.pages import create_memfd
 from plexrl.pool import messages as m
 from plexrl.pool import versionfile
-from plexrl.types import BadInput, DoesNotFit, Slab
+from plexrl.types import BadInput, Slab, Unavailable
 
 log = logging.getLogger("plexrl.agent")
 SHARED = -1
@@ -104,11 +104,13 @@ class NodeMemory:
         return self._gate_fds[gpu], *self._devices[gpu : gpu + 1]
 
     def take_seat(self, gpu: int) -> int:
-        """A free seat at a GPU's gate for a new rank. Raises DoesNotFit."""
+        """A free seat at a GPU's gate for a new rank. Raises Unavailable: no memory that anybody gives helps."""
         seat = next((seat for seat in range(SEATS) if (gpu, seat) not in self._seats), None)
         if seat is None:
-            mend = "End worker groups on it first"
-            raise DoesNotFit(f"GPU {gpu} of {self._node} has {SEATS} engine hosts already", mend)
+            raise Unavailable(
+                f"the gate of GPU {gpu} of {self._node} has {SEATS} seats, and as many engine hosts are there already",
+                "End models that nobody uses, or give the pool more GPUs: it is not memory that is short",
+            )
         self._seats.add((gpu, seat))
         return seat
 

@@ -20,21 +20,33 @@ class States:
         """Make the deployment on every rank of its trainer. Raises PlexrlError; `drop` and `free` take it back."""
         created, gang = model.created, self.gang(model)
         slabs = [await self.slab(model, rank) for rank in range(len(gang.gpus))]
-        await self._gangs.order(
-            gang.id,
-            "create",
-            {
-                "deployment": model.id,
-                "slabs": slabs,
-                "lora_rank": created.lora_rank,
-                "seed": created.seed,
-                "attn": created.attn,
-                "mlp": created.mlp,
-                "unembed": created.unembed,
-                "folder": created.init_path,
-                "optimizer": created.init_optimizer,
-            },
-        )
+        await self._make(model, slabs, folder=created.init_path, optimizer=created.init_optimizer)
+
+    async def adopt(self, model: Model, slabs: list[Slab]) -> None:
+        """Have another engine go on from what the one before left whole in the slabs. Raises PlexrlError."""
+        await self._make(model, slabs, adopt=True)
+
+    async def restore(self, model: Model, slabs: list[Slab], folder: str) -> None:
+        """Make the deployment anew, as it is in a checkpoint with its optimizer. Raises PlexrlError."""
+        await self._make(model, slabs, folder=folder, optimizer=True)
+
+    async def _make(
+        self, model: Model, slabs: list[Slab], folder: str = "", optimizer: bool = False, adopt: bool = False
+    ) -> None:
+        created = model.created
+        args = {
+            "deployment": model.id,
+            "slabs": slabs,
+            "lora_rank": created.lora_rank,
+            "seed": created.seed,
+            "attn": created.attn,
+            "mlp": created.mlp,
+            "unembed": created.unembed,
+            "folder": folder,
+            "optimizer": optimizer,
+            "adopt": adopt,
+        }
+        await self._gangs.order(self.gang(model).id, "create", args)
 
     async def drop(self, model: Model) -> bool:
         """Have its engine host forget a deployment. False when it may still use the slabs."""

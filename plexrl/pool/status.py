@@ -8,6 +8,7 @@ import msgspec
 from plexrl.pool.core import Core
 from plexrl.pool.layout import Layout
 from plexrl.pool.profiles import Profiles
+from plexrl.pool.sleepers import Sleepers
 from plexrl.pool.tiers import Tiers
 
 # A head with many jobs explains some of them each second, in turn.
@@ -17,11 +18,12 @@ _EXPLAIN_S = 0.02
 class Status:
     """Writes the file."""
 
-    def __init__(self, layout: Layout, core: Core, profiles: Profiles, tiers: Tiers):
+    def __init__(self, layout: Layout, core: Core, profiles: Profiles, tiers: Tiers, sleepers: Sleepers):
         self._path = layout.run / "status.json"
         self._core = core
         self._profiles = profiles
         self._tiers = tiers
+        self._sleepers = sleepers
         self._told: dict[str, tuple[int, str]] = {}
 
     def write(self, state: str) -> None:
@@ -61,6 +63,11 @@ class Status:
             "groups": groups,
             "links": scheduler.bandwidth.links,
             "tiers": self._tiers.report(),
+            "engines": {
+                "ended": self._sleepers.ended,
+                "built_again": self._sleepers.built,
+                "deployments_restored": self._tiers.restored,
+            },
             "syncs": core.journal.syncs,
         }
         temporary = self._path.with_name(f".status.{os.getpid()}")

@@ -1,7 +1,8 @@
 """Carries out builds and switches: who leaves and who comes in are told together, and the gates order the bytes.
 
 A gang that could not be moved and is where it was (undone) costs a try: the scheduler tells it again when it is next.
-After three tries in a row it is lost. A gang of which a rank dies is lost by itself: the other side goes on.
+After three tries in a row it is lost. A gang of which a rank dies is lost by itself: the other side goes on. The engine
+of a gang that keeps more of its GPUs than was promised is ended now that it sleeps; the third time, it is lost.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import msgspec
 from plexrl.pool.core import Core, category_of
 from plexrl.pool.gangs import Gangs, node_of, nodes_of
 from plexrl.pool.links import OrderFailed
+from plexrl.pool.sleepers import Sleepers
 from plexrl.pool.tiers import Tiers
 from plexrl.scheduler import Action, Build, Prefetch, Switch
 from plexrl.types import Moved, PlexrlError, Residency, Unavailable, records
@@ -32,38 +34,68 @@ class _TakenBack(Exception):
 
 
 class Switches:
-    """One order of the scheduler's at a time for each gang; several gangs side by side."""
+    """One order of the scheduler's at a time for each gang; several gangs side by side. sleepers: ends of engines."""
 
     def __init__(self, core: Core, gangs: Gangs, tiers: Tiers, perform: Callable[[Iterable[Action]], None]):
         self._core = core
         self._gangs = gangs
         self._tiers = tiers
         self._perform = perform
+        self.sleepers = Sleepers(core, gangs, tiers, perform)
         self._undone: dict[str, list[str]] = {}  # gang -> why its last moves were undone, in a row
+        self._broken: dict[str, int] = {}  # gang -> how often in a row it kept more than was promised
 
     async def build(self, action: Build) -> None:
-        """Offload the victims, then start the gang's engine; the scheduler is told how that went."""
+        """Offload the victims, then start the gang's engine; the scheduler is told how that went.
+
+        One that was ended while it slept adopts its deployments, and is not given up before three tries have failed.
+        """
         core = self._core
         evicted: list[str] = []
-        if await self._clear(action.evict, evicted):
-            self._perform(core.scheduler.undone(core.now_us(), action.gang, evicted))
+        group, _ = self._gangs.find(action.gang)
+        again = action.gang in group.unbuilt
+        try:
+            await self._make_way(action, action.evict, evicted)
+            if again:
+                await self._supply(action, evicted)
+        except _TakenBack as back:
+            self._perform(core.scheduler.undone(core.now_us(), action.gang, evicted, back.crowded))
+            return
+        except PlexrlError as error:
+            await self._not_built(action, evicted, error)
             return
         try:
             await self._gangs.build(action.gang)
-            if core.book.groups[action.gang.rpartition("/")[0]].ended:
+            if again:
+                await self._tiers.bring_gang(action.gang, patient=True)
+            if group.ended:
                 raise Unavailable("its group ended meanwhile")
         except PlexrlError as error:
-            log.error("%s was not built: %s", action.gang, error)
+            if not again or group.ended or self._tired(action.gang, error):
+                await self._not_built(action, evicted, error)
+                return
+            if self._gangs.disown(action.gang):
+                await self._tiers.engine_ends(action.gang)
             await self._gangs.kill(action.gang)
-            group, _ = self._gangs.find(action.gang)
-            for call_id in [call for calls in core.book.open_calls.values() for call in calls]:
-                if core.book.entries[call_id].accepted.call.group == group.placed.spec.group:
-                    core.fail(call_id, f"the worker group was not built: {error}", category_of(error))
-            self._perform(core.scheduler.build_failed(core.now_us(), action.gang, evicted))
-            self.on_build_failed(action.gang, error)
+            self._perform(core.scheduler.undone(core.now_us(), action.gang, evicted))
             return
+        if again:
+            self._undone.pop(action.gang, None)
+            await self.sleepers.is_back(action.gang)
         self._perform(core.scheduler.built(core.now_us(), action.gang, evicted))
         self.on_built(action.gang)
+
+    async def _not_built(self, action: Build, evicted: list[str], error: PlexrlError) -> None:
+        """Its calls and whoever waits for it are told."""
+        core, group = self._core, self._gangs.find(action.gang)[0]
+        log.error("%s was not built: %s", action.gang, error)
+        self._undone.pop(action.gang, None)
+        await self._gangs.kill(action.gang)
+        for call_id in [call for calls in core.book.open_calls.values() for call in calls]:
+            if core.book.entries[call_id].accepted.call.group == group.placed.spec.group:
+                core.fail(call_id, f"the worker group was not built: {error}", category_of(error))
+        self._perform(core.scheduler.build_failed(core.now_us(), action.gang, evicted))
+        self.on_build_failed(action.gang, error)
 
     async def switch(self, action: Switch | Prefetch) -> None:
         """Also beside another gang's turn: to engine hosts it is the same."""
@@ -92,6 +124,9 @@ class Switches:
         """One comes, the others leave. Raises _TakenBack, or what the gang is lost by."""
         gang = action.gang
         await self._supply(action, evicted)
+        if isinstance(action, Switch):
+            # Who leaves and is ended leaves first: what its processes keep is room for this one.
+            await self._make_way(action, [v for v in action.evict if v in action.end], evicted)
         begun = time.monotonic()
         going = [victim for victim in action.evict if victim not in evicted]
         came, stay = await asyncio.gather(self._move(gang, "load"), self._clear(going, evicted), return_exceptions=True)
@@ -111,7 +146,14 @@ class Switches:
             self._core.scheduler.bandwidth.took(node, round(took * 1e6), round(copies * 1e6))
         return came
 
-    async def _supply(self, action: Switch | Prefetch, evicted: list[str]) -> None:
+    async def _make_way(self, action: Build | Switch, first: Iterable[str], evicted: list[str]) -> None:
+        """Have `first` leave, and the engines that sleep end. Raises _TakenBack when somebody stays."""
+        if await self._clear([victim for victim in first if victim not in evicted], evicted):
+            raise _TakenBack
+        if action.end:
+            await self.sleepers.end_all(action.end, f"{action.gang} needs what it keeps")
+
+    async def _supply(self, action: Build | Switch | Prefetch, evicted: list[str]) -> None:
         """Have the gang's state in host memory. Where that is short, its victims leave first, and may be spilled."""
         gang, patient = action.gang, action.gang in self._undone
         try:
@@ -120,7 +162,7 @@ class Switches:
             except OrderFailed as error:
                 if error.category != "user" or isinstance(action, Prefetch):
                     raise
-                if await self._clear(action.evict, evicted):
+                if await self._clear([victim for victim in action.evict if victim not in evicted], evicted):
                     raise _TakenBack from error
                 await self._tiers.bring_gang(gang, patient, evicted)
         except OrderFailed as error:
@@ -142,7 +184,9 @@ class Switches:
     async def _leave(self, victim: str, evicted: list[str]) -> bool:
         """Whether the victim's bytes are free: it has left (and is in `evicted`), or is lost and its ranks are gone."""
         try:
-            self._check_promise(victim, await self._move(victim, "offload"))
+            broken = self._check_promise(victim, await self._move(victim, "offload"))
+            if broken and not self.sleepers.may_end(victim):
+                raise PlexrlError(broken)
         except PlexrlError as error:
             if _undone(error) and not self._tired(victim, error):
                 return False
@@ -158,18 +202,36 @@ class Switches:
             return True
         self._undone.pop(victim, None)
         evicted.append(victim)
+        if broken:
+            await self.sleepers.end(victim, broken)
         return True
 
-    def _check_promise(self, gang_id: str, moved: dict[str, Moved]) -> None:
-        """What a gang's processes keep on a GPU when they sleep was promised when it was placed. Raises PlexrlError."""
+    def _check_promise(self, gang_id: str, moved: dict[str, Moved]) -> str:
+        """What a gang's processes keep on a GPU when they sleep was promised when it was placed: "", or how it is not.
+
+        Raises PlexrlError when engine after engine of it breaks the promise.
+        """
         promised = self._gangs.find(gang_id)[0].placed.spec.residual_bytes
-        for gpu, part in moved.items():
-            self._gangs.keeps(gang_id, part.residual_bytes)
-            if part.residual_bytes > promised:
-                raise PlexrlError(
-                    f"its processes keep {part.residual_bytes} bytes of {gpu} now that it sleeps, and {promised} were "
-                    "promised when it was placed"
-                )
+        most = max(moved.items(), key=lambda item: item[1].residual_bytes, default=None)
+        if most is None:
+            return ""
+        gpu, kept = most[0], most[1].residual_bytes
+        if self.sleepers.may_end(gang_id) and self._core.faults.take("keeps-more"):
+            kept = promised + 1
+        self._gangs.keeps(gang_id, kept)
+        if kept <= promised:
+            self._broken.pop(gang_id, None)
+            return ""
+        why = (
+            f"its processes keep {kept} bytes of {gpu} now that it sleeps, and {promised} were promised when it was "
+            "placed"
+        )
+        log.error("%s: %s", gang_id, why)
+        self._broken[gang_id] = self._broken.get(gang_id, 0) + 1
+        if self._broken[gang_id] >= _TRIES:
+            del self._broken[gang_id]
+            raise PlexrlError(f"{why}; so did {_TRIES - 1} engines of it before")
+        return why
 
     # -- both ----------------------------------------------------------------------------------------------------------
 

@@ -61,9 +61,14 @@ class Takeover:
         resident = {gang for gang in there if self._groups.gangs.hosts[gang].resident}
         outcomes = [(gang, outcome) for gang in there for outcome in self._groups.gangs.hosts[gang].outcomes]
         await asyncio.gather(*(self._groups.gangs.kill(gang) for gang in gangs if gang not in there))
-        dead = gangs.keys() - there.keys()
+        unbuilt = self._asleep(set(gangs), set(there))
+        dead = gangs.keys() - there.keys() - unbuilt
         for placed in groups.values():
-            self._turns.perform(core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident, dead))
+            self._turns.perform(
+                core.scheduler.restore(core.now_us(), placed.placement, placed.spec, resident, dead, unbuilt)
+            )
+        for gang, unfinished in there.items():
+            self._turns.held(gang, unfinished)
         self._deployments.ask_again()
         self._drop_lost_versions()
         for gang, outcome in outcomes:
@@ -72,6 +77,8 @@ class Takeover:
             if gang in there:
                 self._groups.tiers.unsure(gang)
                 self._deployments.adopt(gang, self._groups.gangs.hosts[gang])
+            elif gang in unbuilt:
+                self._deployments.asleep(gang)
             else:
                 self._deployments.gang_lost(gang, "its engine host did not come back to the new head")
         for model in list(book.models.values()):
@@ -80,6 +87,22 @@ class Takeover:
         self._deployments.finish_ends()
         for agent in self._reception.agents.values():
             core.spawn(self._groups.tidy(agent.node, (*agent.slabs, *agent.spilled)))
+
+    def _asleep(self, gangs: set[str], there: set[str]) -> set[str]:
+        """Gangs whose engines were ended while they slept, and what they left is in the nodes' memory or on NVMe."""
+        core, agents = self._core, self._reception.agents
+        slabs = {(agent.node, name) for agent in agents.values() for name in (*agent.slabs, *agent.spilled)}
+        found = set()
+        for gang in gangs:
+            group, _ = self._groups.gangs.find(gang)
+            if gang not in group.unbuilt:
+                continue
+            if gang in there:
+                # The last head ended while it ended the engine, or had it built again.
+                core.commit(records.Unbuilt(now_us=core.now_us(), gang=gang, built=True))
+            elif self._groups.tiers.left_behind(gang) <= slabs:
+                found.add(gang)
+        return found
 
     def _drop_lost_versions(self) -> None:
         """An agent that is another one has not the memory that snapshots were in."""

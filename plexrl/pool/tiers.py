@@ -2,6 +2,9 @@
 
 A spill or a refill holds the deployment's lock, and a switch brings what its gang needs first: none meets another half
 way. Who looks for room on a node holds that node's lock, and waits for no deployment's.
+
+What an engine that was ended left in memory or on NVMe the next one adopts when it is brought. What cannot be read, or
+is not whole, is made anew from the last checkpoint where that is the same state, and is lost otherwise.
 """
 
 import asyncio
@@ -9,6 +12,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from enum import Enum
 
 from plexrl.pool import messages as m
 from plexrl.pool.book import Model
@@ -25,17 +29,35 @@ _MOVE_S = 600.0
 _ROOM_S = 20.0
 
 
+class Away(Enum):
+    """What the engine host knows of a deployment that is not simply in its slab.
+
+    SPILLED: no slab. UNSURE: perhaps none, a new head cannot tell. UNKNOWN: not even the deployment.
+    """
+
+    SPILLED = 1
+    UNSURE = 2
+    UNKNOWN = 3
+
+
 class Tiers:
-    """Where the slabs of training deployments are. on_damaged(deployment, why): what lay on NVMe is lost."""
+    """Where the slabs of training deployments are. restored: how many were made anew from their checkpoints.
+
+    on_damaged(deployment, why): it is lost. checkpoint_of(deployment): the folder of a checkpoint that is the present
+    state, "" when none is.
+    """
 
     on_damaged: Callable[[Model, str], Awaitable[None]]
+    checkpoint_of: Callable[[Model], str] = staticmethod(lambda model: "")
 
     def __init__(self, core: Core, gangs: Gangs, slabs: Slabs, states: States):
         self._core = core
         self._gangs = gangs
         self._slabs = slabs
         self._states = states
-        self._away: dict[str, bool] = {}  # deployments whose engine host knows no slab; True: or perhaps does
+        self._away: dict[str, Away] = {}
+        self._anew: dict[str, str] = {}  # deployments to be made from a checkpoint, and its folder
+        self.restored = 0
         self._spilled: dict[tuple[str, str], int] = {}  # (node, slab) -> bytes on that node's NVMe
         self._used: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -49,17 +71,39 @@ class Tiers:
             model = self._core.book.models.get(_model_of(name))
             if model is not None and not model.ended and (node, name) not in self._spilled:
                 self._spilled[node, name] = self._states.bytes_of(model)
-                self._away[model.id] = False
+                self._away[model.id] = Away.SPILLED
 
     def unsure(self, gang_id: str) -> None:
         """A new head cannot know how far a spill or a refill of the gang's deployments had come."""
         if self._core.config.nvme is not None:
             for model in self._of(gang_id):
-                self._away.setdefault(model.id, True)
+                self._away.setdefault(model.id, Away.UNSURE)
+
+    def unknown(self, model: Model) -> None:
+        """The engine host of the deployment, if there is one, has yet to adopt it."""
+        self._away[model.id] = Away.UNKNOWN
+
+    def left_behind(self, gang_id: str) -> set[tuple[str, str]]:
+        """What a gang without an engine has: node and name of each slab. The next engine has yet to adopt them."""
+        found = set()
+        for model in self._of(gang_id):
+            if not self._unborn(model):
+                self.unknown(model)
+                gpus = self._states.gang(model).gpus
+                found |= {(node_of(gpu), name_of(model.id, rank)) for rank, gpu in enumerate(gpus)}
+        return found
+
+    async def engine_ends(self, gang_id: str) -> None:
+        """The engine of a gang that sleeps is about to be ended: what it holds stays where it is."""
+        for model in self._of(gang_id):
+            if not self._unborn(model):
+                async with self._locks[model.id]:
+                    self.unknown(model)
 
     def forget(self, model: Model) -> None:
         """The deployment is gone."""
         self._away.pop(model.id, None)
+        self._anew.pop(model.id, None)
         self._used.pop(model.id, None)
         self._locks.pop(model.id, None)
         for key in [key for key in self._spilled if _model_of(key[1]) == model.id]:
@@ -100,7 +144,10 @@ class Tiers:
                 await self.bring(model, patient, left)
 
     async def bring(self, model: Model, patient: bool = True, left: Iterable[str] = ()) -> None:
-        """Have a deployment's slabs in memory, and its engine host know where they are. As `bring_gang`."""
+        """Have a deployment's slabs in memory, and its engine host know where they are. As `bring_gang`.
+
+        Without an engine host they are in memory only; the next one is told when this is called again.
+        """
         if model.id not in self._away:
             return
         gang = self._states.gang(model)
@@ -110,24 +157,64 @@ class Tiers:
             begun = time.monotonic()
             try:
                 slabs = [await self._fill(model, rank, patient, left) for rank in range(len(gang.gpus))]
-                await self._rehome(model, slabs)
+                known = await self._settle(model, slabs)
             except OrderFailed as error:
                 if error.category != "damaged":
                     raise
-                log.error("the state of %s is damaged: %s", model.id, error)
-                await self.on_damaged(model, str(error))
-                return
-            self._away.pop(model.id, None)
+                known = await self._replace(model, str(error))
+            if known:
+                self._away.pop(model.id, None)
             self._tell(gang.id, time.monotonic() - begun)
 
-    async def _rehome(self, model: Model, slabs: list[Slab]) -> None:
-        """Tell the engine host where they are. It refuses where the state is on a device: then it knows them."""
+    async def _settle(self, model: Model, slabs: list[Slab]) -> bool:
+        """Tell the engine host where they are. False when there is none. Raises OrderFailed, `damaged`: not whole."""
+        gang, away = self._states.gang(model).id, self._away.get(model.id)
+        if away is None or (away is Away.UNKNOWN and gang not in self._gangs.hosts):
+            return False  # it has ended meanwhile, or waits for its engine
+        if away is not Away.UNKNOWN:
+            try:
+                await self._gangs.order(gang, "rehome", {"deployment": model.id, "slabs": slabs})
+            except OrderFailed:
+                # It refuses where the state is on a device: then it knows them.
+                if away is Away.SPILLED:
+                    raise
+            return True
+        folder = self._anew.get(model.id)
         try:
-            args = {"deployment": model.id, "slabs": slabs}
-            await self._gangs.order(self._states.gang(model).id, "rehome", args)
-        except OrderFailed:
-            if not self._away[model.id]:
-                raise
+            if folder is None:
+                await self._states.adopt(model, slabs)
+            else:
+                await self._states.restore(model, slabs, folder)
+                self.restored += 1
+                log.warning("%s goes on from %s, which is the state that it had", model.id, folder)
+        except OrderFailed as error:
+            raise OrderFailed(str(error), "damaged") from error
+        self._anew.pop(model.id, None)
+        return True
+
+    async def _replace(self, model: Model, why: str) -> bool:
+        """What was left cannot be used: make it anew from its checkpoint, where that is the same, or give it up.
+
+        As `_settle`, but for what is damaged.
+        """
+        gang = self._states.gang(model)
+        log.error("the state of %s is damaged: %s", model.id, why)
+        folder = "" if model.id in self._anew else self.checkpoint_of(model)
+        if not folder:
+            await self.on_damaged(model, why)
+            return False
+        await self._gangs.let_go(gang.id, "drop", {"deployment": model.id})
+        self.unknown(model)
+        self._anew[model.id] = folder
+        await self._states.free(model)
+        self._spilled = {key: size for key, size in self._spilled.items() if _model_of(key[1]) != model.id}
+        try:
+            return await self._settle(model, [await self._states.slab(model, rank) for rank in range(len(gang.gpus))])
+        except OrderFailed as error:
+            if error.category == "damaged":
+                await self.on_damaged(model, f"{why}; and its checkpoint was not read: {error}")
+                return False
+            raise
 
     async def _fill(self, model: Model, rank: int, patient: bool, left: Iterable[str]) -> Slab:
         """The slab of one rank, which is in its node's memory now."""
@@ -163,8 +250,8 @@ class Tiers:
         core = self._core
         found = []
         for model in core.book.models.values():
-            born = core.book.entries.get(f"{model.id}:0")
-            if model.ended or model.id in self._away or (born is not None and born.ended is None):
+            unknown = self._away.get(model.id) is Away.UNKNOWN
+            if model.ended or (model.id in self._away and not unknown) or self._unborn(model):
                 continue
             if model.created.group not in core.scheduler.groups:
                 continue
@@ -172,10 +259,13 @@ class Tiers:
             lora = model.created.lora_rank is not None
             # Adapters of a gang that is on its device may be in memory all the same: its engine host knows.
             asleep = state.residency is Residency.HOST or state.id in left or (lora and not self._waiting(model))
-            if asleep and not self._locks[model.id].locked() and state.id in self._gangs.hosts:
+            if unknown and state.unbuilt:
+                asleep = not state.building
+            if asleep and not self._locks[model.id].locked() and (unknown or state.id in self._gangs.hosts):
                 nodes: dict[str, int] = defaultdict(int)
-                for gpu in state.gpus:
-                    nodes[node_of(gpu)] += self._states.bytes_of(model)
+                for rank, gpu in enumerate(state.gpus):
+                    if (node_of(gpu), name_of(model.id, rank)) not in self._spilled:
+                        nodes[node_of(gpu)] += self._states.bytes_of(model)
                 found.append(
                     Candidate(
                         deployment=model.id,
@@ -191,15 +281,18 @@ class Tiers:
         """Move a deployment's slabs to NVMe. False when it is where it was."""
         gang = self._states.gang(model)
         async with self._locks[model.id]:
-            try:
-                await self._gangs.order(gang.id, "spill", {"deployment": model.id})
-            except PlexrlError as error:
-                log.info("%s is not spilled: %s", model.id, error)
-                return False
-            self._away[model.id] = False
+            if model.id not in self._away:
+                try:
+                    await self._gangs.order(gang.id, "spill", {"deployment": model.id})
+                except PlexrlError as error:
+                    log.info("%s is not spilled: %s", model.id, error)
+                    return False
+                self._away[model.id] = Away.SPILLED
             try:
                 for rank, gpu in enumerate(gang.gpus):
                     node, name = node_of(gpu), name_of(model.id, rank)
+                    if (node, name) in self._spilled:
+                        continue
                     value = await self._core.links.order(f"agent:{node}", m.Spill(id=0, name=name), _MOVE_S)
                     self._spilled[node, name] = int(value["bytes"])
                     self._core.scheduler.bandwidth.spilled(node, int(value["bytes"]), float(value["seconds"]))
@@ -226,6 +319,10 @@ class Tiers:
     def _of(self, gang_id: str) -> list[Model]:
         group = self._gangs.find(gang_id)[0].placed
         return self._core.book.live_models(group.spec.group) if group.spec.role is Role.TRAIN else []
+
+    def _unborn(self, model: Model) -> bool:
+        born = self._core.book.entries.get(f"{model.id}:0")
+        return born is not None and born.ended is None
 
     def _waiting(self, model: Model) -> bool:
         book = self._core.book

@@ -21,6 +21,7 @@ from plexrl.types import Call, CallKind, PlexrlError, records
 
 log = logging.getLogger("plexrl.head")
 _SAMPLE_TRIES = 3
+_LOOK_S = 0.01
 
 
 class Turns:
@@ -33,6 +34,7 @@ class Turns:
         self.decisions = Decisions()
         self.switches = Switches(core, groups.gangs, groups.tiers, self.perform)
         self._works = Works(core, groups, self._over)
+        groups.tiers.checkpoint_of = self._works.checkpoint_of
         self._results = Results(core, groups.snapshots)
         self._mail: dict[str, asyncio.Queue] = {}
         self._tries: dict[str, int] = {}
@@ -116,10 +118,14 @@ class Turns:
             return
         await self._works.run(Run(gang_id, tuple(turn.state.active)))
         if turn.phase is Phase.PAUSING:
-            await self._pause(Pause(gang_id))
+            await self._pause(Pause(gang_id, self._core.scheduler.whole(turn.state)))
+
+    def held(self, gang_id: str, calls: Iterable[str]) -> None:
+        """A gang that outlived the last head holds these training calls, begun or not."""
+        self._works.sent(calls)
 
     def rebuild(self, gang_id: str) -> None:
-        """Build a lost gang again."""
+        """Build a lost gang again, or one whose engine was ended."""
         self.perform(self._core.scheduler.rebuild(self._core.now_us(), gang_id))
 
     def cancel(self, call: Call, why: str = "the call was cancelled", category: str = "user") -> None:
@@ -213,7 +219,20 @@ class Turns:
         self.perform(self._core.scheduler.finished(self._core.now_us(), call_id, 0))
 
     async def _pause(self, action: Pause) -> None:
-        self._core.links.send(f"gang:{action.gang}", m.Pause())
+        if action.whole:
+            # Not in its mailbox: what it missed may have to be said again before its call can end.
+            self._core.spawn(self._pause_whole(action.gang))
+        else:
+            self._core.links.send(f"gang:{action.gang}", m.Pause())
+
+    async def _pause_whole(self, gang_id: str) -> None:
+        """Stop it when the call that runs has ended."""
+        scheduler = self._core.scheduler
+        while (turn := scheduler.turns.get(gang_id)) is not None and turn.phase is Phase.PAUSING:
+            if not turn.state.active:
+                self._core.links.send(f"gang:{gang_id}", m.Pause())
+                return
+            await asyncio.sleep(_LOOK_S)
 
     def _dropped(self, call_id: str) -> None:
         entry = self._core.book.entries.get(call_id)

@@ -83,7 +83,9 @@ class Upkeep:
     async def account(self, state: Callable[[], str]) -> None:
         """Status and decisions each second, spans every ten, profiles and reports each minute."""
         turn = 0
-        status = Status(self._core.layout, self._core, self._profiles, self._groups.tiers)
+        status = Status(
+            self._core.layout, self._core, self._profiles, self._groups.tiers, self._turns.switches.sleepers
+        )
         while True:
             status.write(state())
             self._turns.decisions.write(self._core.layout.run / "decisions.jsonl")

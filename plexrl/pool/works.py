@@ -4,12 +4,13 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from plexrl.pool import messages as m
+from plexrl.pool.book import Model
 from plexrl.pool.core import Core, category_of
 from plexrl.pool.groups import Groups
 from plexrl.pool.layout import meta_of
@@ -30,10 +31,22 @@ class Works:
         self._on_over = on_over
         self._taking: dict[str, asyncio.Future] = {}  # samples on their way from one replica to another
         self._drawn: dict[str, object] = {}  # what was drawn of samples that have changed their replica
+        self._sent: set[str] = set()  # training calls that an engine host may have begun
 
     def forget(self, call_id: str) -> None:
         """The call is over: nobody asks any more what was drawn of it."""
         self._drawn.pop(call_id, None)
+        self._sent.discard(call_id)
+
+    def sent(self, calls: Iterable[str]) -> None:
+        """Engine hosts have these calls, and may have begun them."""
+        self._sent.update(calls)
+
+    def checkpoint_of(self, model: Model) -> str:
+        """The folder of the model's checkpoint if that is the state that it has now, else ""."""
+        if not model.exact or any(call.rpartition(":")[0] == model.id for call in self._sent):
+            return ""
+        return model.saved if Path(model.saved).is_dir() else ""
 
     async def run(self, action: Run) -> None:
         """Send the calls to their gang. One that cannot be prepared fails; one that was cancelled does not begin."""
@@ -54,6 +67,7 @@ class Works:
             works.remove(work)
             self._on_over(work.id)
         if works:
+            self.sent(work.id for work in works if work.seq is not None)
             core.links.send(f"gang:{action.gang}", m.Run(works=tuple(works)))
 
     async def _prepare(self, gang_id: str, accepted: records.CallAccepted) -> m.Work:

@@ -6,23 +6,27 @@ from plexrl.types import Placement, Span
 
 
 class Build(Struct, frozen=True):
-    """Offload `evict`, then start the gang's engine on its extents: an exclusive turn.
+    """Offload `evict`, end the engines of `end`, then start the gang's engine on its extents: an exclusive turn.
 
-    Answered by `built` or `build_failed`.
+    end: gangs that sleep, perhaps only when they have left. All that their processes keep on the GPUs is free then;
+    their deployments' state stays where it is, and they are built again when a call wants them. Each is told by
+    `unbuilt` before the answer. Answered by `built` or `build_failed`.
     """
 
     gang: str
     evict: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
 
 
 class Switch(Struct, frozen=True):
-    """Offload `evict`, then bring the gang's state in. Answered by `switched`.
+    """Offload `evict`, end the engines of `end` (as in Build), then bring the gang's state in. Answered by `switched`.
 
-    Both halves are idempotent for the executor: a gang named here may already be where it is told to go.
+    All parts are idempotent for the executor: a gang named here may already be where it is told to go.
     """
 
     gang: str
     evict: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
 
 
 class Prefetch(Struct, frozen=True):
@@ -40,9 +44,13 @@ class Run(Struct, frozen=True):
 
 
 class Pause(Struct, frozen=True):
-    """Stop the gang at its next token or micro-batch boundary. Always answered by `paused`."""
+    """Stop the gang at its next token or micro-batch boundary. Always answered by `paused`.
+
+    whole: not before the call that runs has ended, so that its engine may be ended while it sleeps.
+    """
 
     gang: str
+    whole: bool = False
 
 
 class Gather(Struct, frozen=True):

@@ -151,7 +151,7 @@ class Admission:
             gpus = sum(spec.gang_size * spec.replicas for spec in ask.specs)
             return (
                 f"no room for its {len(ask.specs)} worker groups ({gpus} GPUs) within the bytes of GPUs and hosts and "
-                "the slowdown that each class accepts"
+                "the slowdown that scheduler.max_stretch allows for each class"
             )
         if ask is first:
             return "its turn is next"

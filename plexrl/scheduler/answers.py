@@ -14,12 +14,31 @@ class Answers(Profiles):
     def built(self, now: int, gang: str, evicted: Collection[str] | None = None) -> list[Action]:
         """The answer to Build: the engine is up and the gang resident, all of `evict` offloaded.
 
-        Ignored unless that build is under way.
+        One that was ended while it slept is built in the turn of the calls that want it. Ignored unless that build is
+        under way.
         """
         turn = self._turn_in(now, gang, Phase.BUILD)
         if turn and turn.state.arrival:
+            again = turn.state.unbuilt and bool(turn.state.queue)
             self._arrived(turn.state.arrival)
-            self._end(turn, "built")
+            if again:
+                self._loaded(turn)
+            else:
+                self._end(turn, "built")
+        return self._settle()
+
+    def unbuilt(self, now: int, gang: str) -> list[Action]:
+        """The engine of a gang that sleeps, or was told to leave, has ended, and its state is whole in host memory.
+
+        Said of each of `end`, and of who keeps more of its device than was promised. It is built again when a call of
+        it, or `rebuild`, wants it. Ignored where an engine is at work or lost, or holds a training call that was begun.
+        """
+        self._at(now)
+        state = self.gangs.get(gang)
+        asleep = state and not (state.moving or state.active or gang in self.turns)
+        asleep = asleep and not (state.trains and state.begun)
+        if asleep and (state.residency is Residency.HOST or state.evictor):
+            self._unbuild(state)
         return self._settle()
 
     def build_failed(self, now: int, gang: str, evicted: Collection[str] = ()) -> list[Action]:

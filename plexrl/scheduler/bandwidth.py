@@ -160,14 +160,14 @@ class Bandwidth:
 
 
 class SwitchCost(Learned):
-    """What it takes to bring a gang in. refill_us: on top of that, while its state lies on NVMe. spent_us: what refills
-    took of the switch that is under way."""
+    """What it takes to bring a gang in. refill_us: on top of that, while its state lies on NVMe; build_us: while it has
+    no engine. spent_us: what refills took of the switch that is under way."""
 
-    __slots__ = ("refill_us", "spent_us")
+    __slots__ = ("build_us", "refill_us", "spent_us")
 
     def __init__(self, prior_us: int = 0) -> None:
         super().__init__(prior_us)
-        self.refill_us = self.spent_us = 0
+        self.build_us = self.refill_us = self.spent_us = 0
 
     def observe(self, us: int) -> None:
         """It took this long, refills included."""
@@ -177,9 +177,9 @@ class SwitchCost(Learned):
     @property
     def mean(self) -> int:
         """What to expect now."""
-        return super().mean + self.refill_us
+        return super().mean + self.refill_us + self.build_us
 
     @property
     def upper(self) -> int:
         """What is rarely exceeded now."""
-        return super().upper + self.refill_us
+        return super().upper + self.refill_us + self.build_us

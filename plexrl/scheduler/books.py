@@ -42,7 +42,8 @@ class Books:
         self.policy = policy
         self.order = ORDERS[policy.order]
         self.virtual = virtual
-        self.floor = Floor(gpus, roles=roles or {}, hosts=hosts or {}, virtual=virtual)
+        over = policy.end_sleepers
+        self.floor = Floor(gpus, roles=roles or {}, hosts=hosts or {}, virtual=virtual, over=over)
         self.admission = Admission(self.floor)
         self.residence = Residence(gpus)
         self.shares = Shares(policy.half_life_us)
@@ -159,7 +160,7 @@ class Books:
             )
         state = min(
             states,
-            key=lambda s: (s.residency is Residency.LOST, s.residency is Residency.COLD, s.units),
+            key=lambda s: (s.residency is Residency.LOST, s.new, s.units),
         )
         if state.trains and (call.seq is None or call.seq <= state.seqs.get(call.deployment, (0, -1))[1]):
             raise BadInput(
@@ -185,12 +186,14 @@ class Books:
             )
 
     def _fit_together(self, state: GangState, peer: GangState) -> bool:
-        """Whether both can be resident at once, beside what the engines of all others keep on the device."""
+        """Whether both can be resident at once, beside what the engines of others keep unless those may be ended."""
         if peer.id in state.rivals:
             return False
         for gpu in {*state.gpus, *peer.gpus}:
-            need = self.floor.residual(gpu)
-            need += sum(s.size - s.spec.residual_bytes for s in (state, peer) if gpu in s.gpus)
+            both = [s for s in (state, peer) if gpu in s.gpus]
+            need = sum(s.size for s in both)
+            if not self.policy.end_sleepers:
+                need += self.floor.residual(gpu) - sum(s.spec.residual_bytes for s in both)
             if need > self.floor.gpus[gpu]:
                 return False
         return True
@@ -202,6 +205,8 @@ class Books:
             if turn.state is state and turn.phase in (Phase.OPEN, Phase.PAUSING):
                 turn.note_drained(self.now)
             self._stir(turn)
+        elif state.spec.residual_bytes:
+            self._open.update(gpu for gpu in state.gpus if gpu in self.free)  # its engine may be ended now
         self._enlist(state)
 
     def _forget(self, entry: Entry, state: GangState) -> None:
@@ -235,7 +240,7 @@ class Books:
                 self._unlist(state)
             return
         ticket, since_us, due_us = state.since, state.since_us, None
-        if first is not None and state.residency is not Residency.COLD:
+        if first is not None and not state.new:
             ticket, since_us = max(ticket, first.number), max(since_us, first.since_us)
             due_us = first.due_us
         rank, tenant = state.rank, first.tenant if first else state.owner

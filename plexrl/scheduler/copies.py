@@ -6,7 +6,7 @@ from plexrl.scheduler.actions import Prefetch
 from plexrl.scheduler.books import Books
 from plexrl.scheduler.gang import GangState
 from plexrl.scheduler.order import key
-from plexrl.scheduler.residence import Arrival
+from plexrl.scheduler.residence import Arrival, Leave
 from plexrl.scheduler.turn import OpenTurn, Phase
 from plexrl.types import Residency
 
@@ -18,19 +18,21 @@ class Copies(Books):
         self.residence.move(state, to)
         self._open.update(gpu for gpu in state.gpus if gpu in self.free)
 
-    def _arrive(self, state: GangState, victims: list[GangState], turn: OpenTurn | None) -> tuple[str, ...]:
-        """The gang begins to come in, and others to leave for it; their names."""
-        arrival = Arrival(state, self.now, turn.job if turn else state.tenant.job, victims, turn)
+    def _arrive(self, state: GangState, leave: Leave, turn: OpenTurn | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The gang begins to come in, others to leave for it and others' engines to end; their names."""
+        arrival = Arrival(state, self.now, turn.job if turn else state.tenant.job, leave.evict, leave.end, turn)
         state.arrival = arrival
-        for victim in victims:
+        for victim in leave.evict:
             self._move(victim, Residency.OFFLOADING)
             victim.evictor = arrival
+        for sleeper in leave.end:
+            sleeper.ending = arrival
         self._move(state, Residency.LOADING)
-        for one in (state, *victims):
+        for one in (state, *leave.evict):
             for gpu in one.gpus:
                 self.copies[gpu][one.id] = arrival
             self._unused.update(one.gpus)
-        return tuple(victim.id for victim in victims)
+        return tuple(victim.id for victim in leave.evict), tuple(sleeper.id for sleeper in leave.end)
 
     def _arrived(self, arrival: Arrival) -> None:
         """It is there, and the others have left."""
@@ -38,6 +40,7 @@ class Copies(Books):
             self._clear_evictor(victim)
             self._move(victim, Residency.HOST)
         arrival.evicting = []
+        self._spared(arrival)
         self._copied(arrival.state)
         self._crowded.discard(arrival.state.id)
         arrival.state.arrival = None
@@ -45,7 +48,9 @@ class Copies(Books):
             arrival.state.switch.observe(self.now - arrival.begun_us)
         self._move(arrival.state, Residency.DEVICE)
         if arrival.state.building:
-            arrival.state.building = False
+            arrival.state.builds.observe(self.now - arrival.begun_us)
+            arrival.state.switch.build_us = 0
+            arrival.state.building = arrival.state.unbuilt = arrival.state.wanted = False
             self._tell_unions(arrival.state)
         self._look_again(arrival.state)
 
@@ -58,9 +63,36 @@ class Copies(Books):
             elif undone:
                 self._move(victim, Residency.DEVICE)
         arrival.evicting = []
+        self._spared(arrival)
         self._copied(arrival.state)
         arrival.state.arrival, arrival.state.building = None, False
         self._look_again(arrival.state)
+
+    def _spared(self, arrival: Arrival) -> None:
+        """Whose engine has not ended for it will not."""
+        for sleeper in arrival.ending:
+            sleeper.ending = None
+            self._look_again(sleeper)
+            self._open.update(gpu for gpu in sleeper.gpus if gpu in self.free)
+        arrival.ending = []
+
+    def _unbuild(self, state: GangState) -> None:
+        """The engine of a gang that sleeps, or was to leave, has ended; its state is in host memory."""
+        if state.evictor:
+            state.evictor.evicting.remove(state)
+            self._clear_evictor(state)
+            self._move(state, Residency.HOST)
+        if state.ending:
+            state.ending.ending.remove(state)
+            state.ending = None
+        state.begun.clear()
+        self._move(state, Residency.COLD)
+        # Whose turn with it waits needs it at once.
+        state.unbuilt = not any(self.calls[name][0].call.peer == state.spec.group for name in self._unions)
+        state.switch.build_us = state.builds.mean
+        self._look_again(state)
+        self._enlist(state)
+        self._tell_unions(state)
 
     def _clear_evictor(self, victim: GangState) -> None:
         self._copied(victim)
@@ -82,16 +114,17 @@ class Copies(Books):
                 turn.looked = False
                 self._stir(turn)
 
-    def _victims(self, state: GangState, keep: Collection[GangState]) -> list[GangState] | None:
-        """Who leaves so that the gang can have its turn; None while it cannot."""
+    def _victims(self, state: GangState, keep: Collection[GangState]) -> Leave | None:
+        """Who makes room so that the gang can have its turn; None while it cannot."""
         coming = self.residence.needs(state.members)
-        if any(member.evictor for member in state.members):
+        if any(member.evictor or member.ending for member in state.members):
             return None  # on its way out for somebody else
         coming = [member for member in coming if member.arrival is None]
         if not coming:
-            return []
+            return Leave([], [])
         lazy = self.policy.lazy and state.id not in self._crowded
-        return self.residence.victims(coming, self.now, {*state.members, *keep}, lazy)
+        ends = self.policy.end_sleepers and not keep  # who goes ahead of others can wait
+        return self.residence.victims(coming, self.now, {*state.members, *keep}, lazy, ends)
 
     def _look_ahead(self, turn: OpenTurn) -> None:
         """Bring in the next gang beside the turn, if its bytes fit."""
@@ -102,11 +135,12 @@ class Copies(Books):
         if not any(waiter.state.residency is Residency.HOST for waiter in waiters):
             return
         state = min(waiters, key=lambda waiter: key(self, waiter)).state
-        if state.residency is not Residency.HOST or state.peers or state.id in self._crowded:
+        if state.residency is not Residency.HOST or state.ending or state.peers or state.id in self._crowded:
             return
         at_work = {member for gpu in state.gpus if (t := self.held.get(gpu)) for member in (t.state, *t.peers)}
-        victims = self.residence.victims([state], self.now, {state, *at_work, *(w.state for w in held)})
-        if victims is None:
+        keep = {state, *at_work, *(w.state for w in held)}
+        leave = self.residence.victims([state], self.now, keep, ends=False)
+        if leave is None:
             return
-        evict = self._arrive(state, victims, None)
+        evict, _ = self._arrive(state, leave, None)
         self._actions.append(Prefetch(state.id, evict))

@@ -3,7 +3,7 @@
 from heapq import heappop, heappush
 
 from plexrl.scheduler.actions import Pause
-from plexrl.scheduler.gang import NORMAL, SCAVENGER
+from plexrl.scheduler.gang import NORMAL, SCAVENGER, GangState
 from plexrl.scheduler.grants import Grants
 from plexrl.scheduler.line import Waiter
 from plexrl.scheduler.turn import OpenTurn, Others, Phase
@@ -86,5 +86,9 @@ class Ends(Grants):
 
     def _pause(self, turn: OpenTurn) -> None:
         turn.phase, turn.deadline = Phase.PAUSING, None
-        self._actions.append(Pause(turn.state.id))
+        self._actions.append(Pause(turn.state.id, self.whole(turn.state)))
         self._stir(turn)
+
+    def whole(self, state: GangState) -> bool:
+        """Whether the gang's calls are not broken off, because its engine may have to be ended while it sleeps."""
+        return state.trains and any(map(self.floor.crowded, state.gpus))

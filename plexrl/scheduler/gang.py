@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Rule 7. HOST -> LOST and the like: a rank may die anywhere. OFFLOADING -> LOADING: a switch was broken off, nobody
 # knows how far it came, and the gang is told to load, which is idempotent. LOADING -> HOST or COLD and OFFLOADING ->
-# DEVICE: it was undone.
+# DEVICE: it was undone. HOST -> COLD: its engine was ended while it slept.
 LEGAL = {
     Residency.COLD: {Residency.LOADING, Residency.LOST},
     Residency.LOADING: {Residency.DEVICE, Residency.HOST, Residency.COLD, Residency.LOST},
@@ -26,7 +26,7 @@ LEGAL = {
         Residency.OFFLOADING,
         Residency.LOST,
     },
-    Residency.HOST: {Residency.LOADING, Residency.LOST},
+    Residency.HOST: {Residency.LOADING, Residency.COLD, Residency.LOST},
     Residency.LOST: {Residency.COLD},
 }
 RANKS = {JobClass.INTERACTIVE: 0, JobClass.NORMAL: 1, JobClass.SCAVENGER: 2}
@@ -59,12 +59,14 @@ class GangState:
     OFFLOADING without one means that it was broken off: not usable, its bytes may be there. peers, reach: the other
     gangs that a union turn for its first call would hold, and all the GPUs then. seqs: deployment -> [outstanding
     training calls, newest seq]. building: its engine is being started. moving: it is being placed anew. ranks: how many
-    of its calls are of each class. fruitless: turns since one in which a call ended.
+    of its calls are of each class. fruitless: turns since one in which a call ended. ending: the coming in for which
+    its engine is ended while it sleeps. unbuilt: COLD by that: it is built again when a call, or somebody (wanted),
+    needs it.
 
     Learnt: switch: coming in, victims' leaving included. finished_us, last: when which kind of call ended last. think:
     by that kind, the time until the next call. service: a turn's length. cycle: from a forward_backward to its
     optim_step. active_us: since when calls run. busy_us, idle_us: with calls, and between the last result and the next
-    call: its duty alone. steps: optim_steps, or rollouts, that have ended.
+    call: its duty alone. steps: optim_steps, or rollouts, that have ended. builds: how long they took.
     """
 
     gang: Gang
@@ -98,6 +100,10 @@ class GangState:
     fruitless: int = 0
     moving: bool = False
     building: bool = False
+    ending: Arrival | None = None
+    unbuilt: bool = False
+    wanted: bool = False
+    builds: Learned = field(default_factory=Learned)
     ranks: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def __post_init__(self) -> None:
@@ -127,7 +133,7 @@ class GangState:
         if self.moving:
             return False
         if self.residency is Residency.COLD:
-            return True
+            return bool(self.queue) or self.wanted or not self.unbuilt
         if not all(peer.built for peer in self.peers):
             return False
         return bool(self.queue) and self.residency is not Residency.LOST and not (self.trains and self.active)
@@ -136,6 +142,11 @@ class GangState:
     def built(self) -> bool:
         """Its engine is there, wherever its state is."""
         return not self.moving and self.residency not in (Residency.COLD, Residency.LOST) and not self.building
+
+    @property
+    def new(self) -> bool:
+        """It was never built, or has nothing of what it was: it is built whether or not a call waits."""
+        return self.residency is Residency.COLD and not self.unbuilt
 
     @property
     def occupies(self) -> bool:

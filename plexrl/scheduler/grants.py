@@ -5,6 +5,7 @@ from plexrl.scheduler.copies import Copies
 from plexrl.scheduler.gang import SCAVENGER, GangState
 from plexrl.scheduler.line import Waiter
 from plexrl.scheduler.order import key, score
+from plexrl.scheduler.residence import Leave
 from plexrl.scheduler.turn import OpenTurn, Phase
 from plexrl.types import Residency
 
@@ -52,7 +53,11 @@ class Grants(Copies):
                 self._release(other)
             others = []
         if others:
-            if whole and self.policy.backfill:
+            if whole and all(self._blocks(state, other) for other in others):
+                victims = self._victims(state, ())
+                if victims is not None:
+                    self._grant(waiter, victims, "begun")
+            elif whole and self.policy.backfill:
                 self._backfill(waiter, others)
             return
         if whole:
@@ -73,6 +78,13 @@ class Grants(Copies):
 
     def _before(self, one: Waiter, other: Waiter) -> bool:
         return self._starves(one) and one.ticket < other.ticket
+
+    def _blocks(self, state: GangState, other: Waiter) -> bool:
+        """Whether the other's reservation waits for what this gang has begun: its engine cannot be ended before."""
+        begun = state.trains and state.begun and state.spec.residual_bytes
+        if not begun or state.residency is not Residency.HOST or not self.free.issuperset(other.gpus):
+            return False
+        return self._victims(other.state, ()) is None
 
     def _backfill(self, waiter: Waiter, others: list[Waiter]) -> None:
         """EASY: ahead of reservations, if the turn and both its switches end before those could begin."""
@@ -106,14 +118,14 @@ class Grants(Copies):
 
     # ---- a turn
 
-    def _grant(self, waiter: Waiter, victims: list[GangState], reason: str, limit_us: int | None = None) -> None:
+    def _grant(self, waiter: Waiter, victims: Leave, reason: str, limit_us: int | None = None) -> None:
         """The gang's GPUs are free: its turn begins."""
         state = waiter.state
         # Whose prefetch is under way comes last: the first to be told takes the victims with it.
         coming = sorted(self.residence.needs(state.members), key=lambda member: member.arrival is not None)
         cold = state.residency is Residency.COLD
         phase = Phase.BUILD if cold else Phase.SWITCH if coming else Phase.OPEN
-        job = state.spec.owner if cold else state.tenant.job
+        job = state.spec.owner if state.new else state.tenant.job
         turn = OpenTurn(state, waiter.gpus, state.peers, "", phase, self.now, job, state.rank, limit_us=limit_us)
         if state.peers:
             turn.peer = state.peers[0].spec.group
@@ -136,15 +148,15 @@ class Grants(Copies):
         turn.to_load = coming
         self._load_next(turn, victims)
 
-    def _load_next(self, turn: OpenTurn, victims: list[GangState]) -> None:
+    def _load_next(self, turn: OpenTurn, victims: Leave) -> None:
         """Bring in the next gang of the turn. The first takes all victims with it."""
         state = turn.to_load[0]
         if state.arrival:  # a prefetch under way: its answer opens the turn
             state.arrival.turn = turn
             return
         state.building = turn.phase is Phase.BUILD
-        evict = self._arrive(state, victims, turn)
-        self._actions.append(Build(state.id, evict) if turn.phase is Phase.BUILD else Switch(state.id, evict))
+        evict, end = self._arrive(state, victims, turn)
+        self._actions.append((Build if turn.phase is Phase.BUILD else Switch)(state.id, evict, end))
 
     def _loaded(self, turn: OpenTurn) -> None:
         """The gang that was coming in is there."""
@@ -152,7 +164,7 @@ class Grants(Copies):
         while turn.to_load and turn.to_load[0].residency is Residency.DEVICE:
             turn.to_load.pop(0)
         if turn.to_load:
-            self._load_next(turn, [])
+            self._load_next(turn, Leave([], []))
             return
         turn.open(self.now)
         self._changed(turn.state)
@@ -210,8 +222,11 @@ class Grants(Copies):
             state.evictor.evicting.remove(state)
             self._clear_evictor(state)
         turn = self.turns.get(state.id)
+        if state.ending:
+            state.ending.ending.remove(state)
         if state.arrival:
             self._broken_off(state.arrival, ())
+        state.ending, state.unbuilt, state.wanted, state.switch.build_us = None, False, False, 0
         self._move(state, Residency.LOST)
         if turn and turn.state is not state and turn.phase is not Phase.SWITCH:
             self._part(turn, state, reason)

@@ -62,6 +62,7 @@ def _memory(s: Core) -> None:
         for gpu, extent in zip(state.gpus, state.gang.extents, strict=True):
             used[gpu] += extent.size if state.occupies else residual
             crossing[gpu] += extent.size - residual if state.evictor else 0
+            crossing[gpu] += residual if state.ending else 0
             if extent.offset is not None:
                 inside = 0 <= extent.offset <= s.floor.gpus[gpu] - extent.size
                 assert inside, f"rule 5: {state.id} is outside of {gpu}"
@@ -69,6 +70,14 @@ def _memory(s: Core) -> None:
             assert state in state.evictor.evicting, f"rule 7: {state.id} is offloaded by a switch that is over"
             assert state.residency is Residency.OFFLOADING, f"rule 7: {state.id} is {state.residency} with an evictor"
             assert state.id not in s.turns, f"rule 2: {state.id} is offloaded within its turn"
+        if state.ending:
+            assert state in state.ending.ending, f"rule 7: {state.id} is ended for a switch that is over"
+            asleep = state.residency is Residency.HOST or state.evictor is state.ending
+            assert asleep, f"rule 7: {state.id} is {state.residency} and its engine ends"
+            begun = state.active or (state.trains and state.begun)
+            assert not begun, f"rule 8: {state.id} is ended with calls that were begun"
+        known = state.residency is Residency.COLD or state.building
+        assert known or not state.unbuilt, f"rule 7: {state.id} is {state.residency} and has no engine"
         loading = state.residency is Residency.LOADING
         assert (state.arrival is not None) == loading, f"rule 7: {state.id} is {state.residency}, arrival forgotten"
         for rival in state.rivals.values():
@@ -83,9 +92,8 @@ def _memory(s: Core) -> None:
             else:
                 assert Residency.DEVICE not in pair, f"rule 5: {state.id} and {rival.id} overlap and both are resident"
     assert used == s.residence.used, "rule 5: the bytes on the devices are counted wrongly"
-    if s.virtual:
-        for gpu, size in s.floor.gpus.items():
-            assert used[gpu] - crossing[gpu] <= size, f"rule 5: {used[gpu] - crossing[gpu]} bytes on {gpu} of {size}"
+    for gpu, size in s.floor.gpus.items():
+        assert used[gpu] - crossing[gpu] <= size, f"rule 5: {used[gpu] - crossing[gpu]} bytes on {gpu} of {size}"
 
 
 def _calls(s: Core) -> None:

@@ -139,7 +139,9 @@ class Card:
         return max((self.stretch(job) for job in self.duties), default=1.0)
 
     def holds(self, want: Want) -> bool:
-        """Whether the bytes suffice: any one gang beside the residuals of all others."""
+        """Whether the bytes suffice: any one gang beside the residuals of all others, or (over) by itself."""
+        if want.over:
+            return want.size <= self.bytes
         return self.residual + want.size <= self.bytes and self.need + self.residual + want.residual <= self.bytes
 
     def load_with(self, want: Want) -> int | None:

@@ -2,12 +2,13 @@
 
 Two ways of giving bytes. Fixed (a device without virtual addresses): an offset for a gang's life; a free gap among all
 placed extents is taken if there is one, else the offset that overlaps the fewest bytes of others; gangs whose extents
-overlap on a GPU are never resident together. Virtual: no offsets. In both, each single gang must fit beside the
-residual bytes of all others there.
+overlap on a GPU are never resident together. Virtual: no offsets. In both, each single gang is to fit beside the
+residual bytes of all others there; where no GPUs are left for that and engines of those that sleep may be ended
+(residence.py), it is enough that it fits without.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Protocol
 
@@ -45,7 +46,8 @@ class Floor:
     """All GPUs and what is placed on them.
 
     gpus: name -> bytes. roles: GPU -> which groups it takes (absent: any). hosts: node -> host memory for state that is
-    off the device, bytes (absent: unbounded). room: rises when something may fit that did not before.
+    off the device, bytes (absent: unbounded). over: engines that sleep may be ended. room: rises when something may fit
+    that did not before.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Floor:
         roles: Mapping[str, GpuRole] = {},
         hosts: Mapping[str, int] = {},
         virtual: bool = False,
+        over: bool = False,
     ) -> None:
         self.gpus = dict(gpus)
+        self._over = over
         self.virtual = virtual
         self.room = 0
         self._roles, self._hosts = dict(roles), dict(hosts)
@@ -83,6 +87,11 @@ class Floor:
     def residual(self, gpu: str) -> int:
         """Bytes that the processes placed on a GPU keep whether or not they are resident."""
         return self._cards[gpu].residual
+
+    def crowded(self, gpu: str) -> bool:
+        """Whether one of the gangs there does not fit beside what all others keep while they sleep."""
+        card = self._cards[gpu]
+        return card.need + card.residual > card.bytes
 
     def host_used(self, node: str) -> int:
         """Host bytes promised to the gangs on a node."""
@@ -122,7 +131,7 @@ class Floor:
         """Place every gang of the group and keep it. Raises DoesNotFit, keeping nothing; BadInput if it is placed."""
         placement = self._choose(spec, policy, tenant, ())
         if placement is None:
-            want = self._want(spec, policy, tenant, ())
+            want = replace(self._want(spec, policy, tenant, ()), over=self._over)
             raise refusal(want, spec, self._cards.values(), self._nodes.values())
         return placement
 
@@ -140,7 +149,7 @@ class Floor:
     def possible(self, specs: Sequence[GroupSpec], policy: Rules, tenant: Tenant) -> None:
         """Raises DoesNotFit when the groups would not fit together even if the pool were empty."""
         if self._empty is None:
-            self._empty = Floor(self.gpus, roles=self._roles, hosts=self._hosts, virtual=self.virtual)
+            self._empty = Floor(self.gpus, roles=self._roles, hosts=self._hosts, virtual=self.virtual, over=self._over)
         missing = self._empty._all(specs, policy, tenant, ())
         if missing is None:
             for spec in specs:
@@ -199,7 +208,7 @@ class Floor:
         now = max(map(self.predicted_stretch, here))
         self._leave(group)
         spec = _with_duty(home)
-        placement = self._choose(spec, policy, tenant, set(here))
+        placement = self._choose(spec, policy, tenant, set(here), over=False)
         found = None
         if placement:
             there = max(self.predicted_stretch(gpu) for gang in placement.gangs for gpu in gang.gpus)
@@ -251,7 +260,9 @@ class Floor:
             done.append(spec)
         return None
 
-    def _choose(self, spec: GroupSpec, policy: Rules, tenant: Tenant, avoid: Collection[str]) -> Placement | None:
+    def _choose(
+        self, spec: GroupSpec, policy: Rules, tenant: Tenant, avoid: Collection[str], over: bool = True
+    ) -> Placement | None:
         self._check_new(spec)
         want = self._want(spec, policy, tenant, avoid)
         alike = policy.placement == "fit"
@@ -259,6 +270,8 @@ class Floor:
         gangs: list[Gang] = []
         for replica in range(spec.replicas):
             cards = self._seats.find(want, alike)
+            if cards is None and over and self._over and self._crowded(want):
+                cards = self._seats.find(replace(want, over=True))
             if cards is None:
                 for gang in gangs:
                     self._take(gang, home)
@@ -276,6 +289,11 @@ class Floor:
         home.placement = Placement(spec.group, tuple(gangs))
         self._homes[spec.group] = home
         return home.placement
+
+    def _crowded(self, want: Want) -> bool:
+        """Whether there are GPUs that lack no more than what sleepers keep there."""
+        cards = chain.from_iterable(node.cards[want.role] for node in self._nodes.values())
+        return any(card.bytes >= want.size and not card.holds(want) for card in cards)
 
     def _want(self, spec: GroupSpec, policy: Rules, tenant: Tenant, avoid: Collection[str]) -> Want:
         own = self._jobs.get(tenant.job, {})

@@ -48,6 +48,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     backfill: short turns may go ahead of a reservation that they do not delay.
     prefetch: the next gang's state comes in beside the turn under way, where memory allows.
     lazy: state stays on the device until its bytes are needed; else it leaves when another gang has its turn there.
+    end_sleepers: where GPUs have no room for what sleeping engines keep there, the coldest are ended, and built again
+        when they are wanted; else nobody is placed where that would be needed.
     natural_ends: a turn is let run to its optim_step, and not begun another cycle that would not end in its quantum.
     relocate: a group may be placed anew once, when what it was expected to need proved wrong.
     switch_bytes_per_us: what a switch is expected to move until it was seen.
@@ -70,6 +72,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     backfill: bool = True
     prefetch: bool = True
     lazy: bool = True
+    end_sleepers: bool = True
     natural_ends: bool = True
     relocate: bool = False
     switch_bytes_per_us: int = 20_000

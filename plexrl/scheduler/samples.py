@@ -5,7 +5,6 @@ from plexrl.scheduler.ends import Ends
 from plexrl.scheduler.gang import GangState
 from plexrl.scheduler.rollout import Rollout
 from plexrl.scheduler.turn import OpenTurn, Phase
-from plexrl.types import Residency
 
 
 class Samples(Ends):
@@ -52,7 +51,7 @@ class Samples(Ends):
     def _gathered(self, turn: OpenTurn) -> None:
         """The samples of a replica that paused for it go on in another."""
         state, target = turn.state, turn.gather
-        if target.residency is Residency.LOST or target.id not in self.gangs:
+        if not target.built or target.ending or target.id not in self.gangs:
             return
         moved, begun = list(state.queue.values()), state.begun.copy()
         for entry in moved:

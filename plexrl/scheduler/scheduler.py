@@ -114,12 +114,14 @@ class Scheduler(Answers):
         spec: GroupSpec,
         resident: bool | Collection[str],
         dead: Collection[str] = (),
+        unbuilt: Collection[str] = (),
     ) -> list[Action]:
         """Take up a group that was built before the head restarted.
 
         resident: whether its gangs are on their devices, or the ids of those that are; all others are on the host.
-        dead: ids of gangs whose engines are gone: they count as lost, and `rebuild` follows. Raises BadInput when the
-        GPUs are not the same, or resident gangs do not fit beside each other.
+        dead: ids of gangs whose engines are gone: they count as lost, and `rebuild` follows. unbuilt: of those whose
+        engines were ended while they slept. Raises BadInput when the GPUs are not the same, or resident gangs do not
+        fit beside each other.
         """
         self._at(now)
         self._check_new(spec)
@@ -133,9 +135,12 @@ class Scheduler(Answers):
                     )
         self.floor.occupy(placement, spec, self.tenant(spec.owner))
         for state in self._adopt(placement, spec, Residency.HOST):
-            if state.id in on_device or state.id in dead:
+            if state.id in on_device or state.id in dead or state.id in unbuilt:
                 self.residence.discard(state)
-                state.residency = Residency.LOST if state.id in dead else Residency.DEVICE
+                state.unbuilt = state.id in unbuilt
+                state.residency = Residency.COLD if state.unbuilt else Residency.DEVICE
+                if state.id in dead:
+                    state.residency = Residency.LOST
                 self.residence.add(state)
         return self._settle()
 
@@ -176,12 +181,15 @@ class Scheduler(Answers):
         return self._settle()
 
     def rebuild(self, now: int, gang: str) -> list[Action]:
-        """Build a lost gang again, in its old place. Ignored unless it is lost."""
+        """Build a lost gang, or one that is `unbuilt`, again in its old place. Ignored for any other."""
         self._at(now)
         state = self.gangs.get(gang)
         if state and state.residency is Residency.LOST:
             self._move(state, Residency.COLD)
             state.since, state.since_us = self._next(), self.now
+            self._enlist(state)
+        elif state and state.unbuilt and not state.wanted:
+            state.wanted = True
             self._enlist(state)
         return self._settle()
 
@@ -203,6 +211,10 @@ class Scheduler(Answers):
         self.calls[call.id] = entry, state
         if call.peer:
             self._unions[call.id] = None
+            peer = self.groups[call.peer][0]
+            if peer.unbuilt:
+                peer.wanted = True  # nobody else may want it, and the call waits for it
+                self._enlist(peer)
         self._think(state)
         rollout = self.rollouts.get(call.group)
         if rollout is not None:

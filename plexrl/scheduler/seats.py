@@ -81,7 +81,7 @@ class Seats:
         self._orders: dict[tuple[Role, int], Order] = {}
         self._changed: dict[Node, None] = dict.fromkeys(nodes)
         self._bounds: tuple[float, ...] = ()
-        self._failed: dict[tuple[Role, bool], list[Want]] = {}
+        self._failed: dict[tuple[Role, bool, bool], list[Want]] = {}
         self._sets: dict[tuple[Role, int], dict[tuple[Card, ...], int]] = {}
         self._widest = {role: max((len(node.cards[role]) for node in nodes), default=0) for role in Role}
 
@@ -113,7 +113,7 @@ class Seats:
         """
         self._refresh(want.bounds)
         newcomer = not want.own and not want.avoid
-        failed = self._failed.setdefault((want.role, want.isolated), []) if newcomer else []
+        failed = self._failed.setdefault((want.role, want.isolated, want.over), []) if newcomer else []
         if any(map(want.asks_more, failed)):
             return None
         found = self._search(want, alike)

@@ -26,7 +26,8 @@ class Want:
     whom it shares a GPU. taken: GPU -> how many gangs of this group are there. avoid: GPUs not to be used.
     untouched: only GPUs that take no other role and that nobody lives on.
     timely: only GPUs that have time for all work there, this included; none that the job has already, for a trainer and
-    a sampler that are a step apart work at the same time.
+    a sampler that are a step apart work at the same time. over: what others keep there while they sleep does not count,
+    for their engines can be ended.
     """
 
     job: str
@@ -47,6 +48,7 @@ class Want:
     avoid: Collection[str]
     timely: bool = False
     untouched: bool = False
+    over: bool = False
 
     def asks_more(self, other: Want) -> bool:
         """Whether this fits nowhere if the other fits nowhere, both for jobs without a GPU, of one role and policy."""
@@ -115,6 +117,9 @@ def refusal(want: Want, spec: GroupSpec, cards: Collection[Card], nodes: Collect
         short += node.host is not None and node.used + gpus * want.host > node.host
     return DoesNotFit(
         f"{needs} for each of its {spec.replicas} gangs; of {len(usable)} GPUs {full} are full, on {slow} a job "
-        f"would be slowed down beyond its class's bound, and {short} nodes are short of host memory",
-        "Wait for a job to end, or ask for fewer GPUs or bytes",
+        "would be slowed down beyond what scheduler.max_stretch allows for its class, "
+        f"and {short} nodes are short of host memory",
+        "Wait for a job to end, ask for fewer GPUs or bytes, or have the admin raise scheduler.max_stretch"
+        if slow
+        else "Wait for a job to end, or ask for fewer GPUs or bytes",
     )

@@ -24,7 +24,7 @@ from plexrl.scheduler import (
     Turn,
 )
 from plexrl.scheduler.costs import SwitchModel
-from plexrl.sim.copies import copies_us
+from plexrl.sim.copies import move_us
 from plexrl.sim.engine import Engine
 from plexrl.sim.held import Held
 from plexrl.sim.result import Bar, TurnMark
@@ -38,7 +38,7 @@ class VirtualCluster:
     """The executor of the scheduler's actions, and the clock. now: the present.
 
     engines: by gang. on_placed, on_built: told of placements and of engines that are up. gpu_us: GPU time by class;
-    charged: by (job, class). counts: switches, prefetches, ... ; hidden_us: GPU time of copies beside others' turns.
+    charged: by (job, class). counts: switches, ends, ... ; hidden_us: GPU time of copies beside others' turns.
     """
 
     def __init__(self, scheduler: Scheduler, switch: SwitchModel, *, keep_timeline: bool = False) -> None:
@@ -52,7 +52,7 @@ class VirtualCluster:
         self.on_built: Callable[[Engine], None]
         self.gpu_us = {kind.value: 0 for kind in SpanClass}
         self.charged: dict[tuple[str, str], int] = {}
-        self.switches = self.prefetches = self.builds = self.pauses = self.gathers = self.relocations = 0
+        self.switches = self.prefetches = self.builds = self.pauses = self.gathers = self.relocations = self.ends = 0
         self.hidden_us = 0
         self.train_busy_us = 0
         self._held = Held()
@@ -174,7 +174,7 @@ class VirtualCluster:
     def _pause(self, action: Pause) -> None:
         engine = self.engines[action.gang]
         self.pauses += 1
-        self.at(self.now + engine.pause_us(), self._paused, engine)
+        self.at(self.now + engine.pause_us(action.whole), self._paused, engine)
 
     def _paused(self, engine: Engine) -> None:
         self.events += 1
@@ -183,11 +183,12 @@ class VirtualCluster:
     def _build(self, action: Build) -> None:
         engine = self.engines[action.gang]
         self.builds += 1
-        us = copies_us(self.switch, None, self._leaving(action.evict))
+        back = engine if engine.loads else None  # one that was ended while it slept finds its state on the host
+        us = move_us(self.switch, back, self._leaving(action.evict), self._leaving(action.end))
         self.at(self.now + us + engine.build_us, self._built, action)
 
     def _built(self, action: Build) -> None:
-        self._leave(action.evict)
+        self._leave(action.evict, action.end)
         engine = self.engines[action.gang]
         first = not engine.loads
         engine.loaded()
@@ -198,11 +199,12 @@ class VirtualCluster:
 
     def _switch(self, action: Switch) -> None:
         self.switches += 1
-        us = copies_us(self.switch, self.engines[action.gang], self._leaving(action.evict))
+        coming = self.engines[action.gang]
+        us = move_us(self.switch, coming, self._leaving(action.evict), self._leaving(action.end))
         self.at(self.now + us, self._switched, action)
 
     def _switched(self, action: Switch) -> None:
-        self._leave(action.evict)
+        self._leave(action.evict, action.end)
         self.engines[action.gang].loaded()
         self.events += 1
         self.do(self.scheduler.switched(self.now, action.gang, True, {}, action.evict))
@@ -210,7 +212,7 @@ class VirtualCluster:
     def _prefetch(self, action: Prefetch) -> None:
         engine = self.engines[action.gang]
         self.prefetches += 1
-        us = copies_us(self.switch, engine, self._leaving(action.evict))
+        us = move_us(self.switch, engine, self._leaving(action.evict))
         self.hidden_us += us * len(engine.gpus)
         self.at(self.now + us, self._prefetched, action)
 
@@ -287,9 +289,13 @@ class VirtualCluster:
         """Their engines; those of jobs that have ended meanwhile are gone."""
         return [engine for victim in victims if (engine := self.engines.get(victim)) is not None]
 
-    def _leave(self, victims: Sequence[str]) -> None:
+    def _leave(self, victims: Sequence[str], sleepers: Sequence[str] = ()) -> None:
         for engine in self._leaving(victims):
             engine.offloaded()
+        for engine in self._leaving(sleepers):
+            self.ends += 1
+            self.events += 1
+            self.do(self.scheduler.unbuilt(self.now, engine.id))
 
 
 def _ignore(action: Action) -> None:

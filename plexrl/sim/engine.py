@@ -139,7 +139,7 @@ class SampleEngine(Engine):
         self._blocked_us = max(self._blocked_us, now) + work
         self._plan(now)
 
-    def pause_us(self) -> int:
+    def pause_us(self, whole: bool = False) -> int:
         """How long until it has stopped: one decode step."""
         return ceil(self._base + self._sequence * self._batch)
 
@@ -223,13 +223,13 @@ class TrainEngine(Engine):
         self.tag += 1
         self.cluster.at(task.end_us, self._reached, self.tag)
 
-    def pause_us(self) -> int:
-        """How long until it has stopped: at the next micro-batch, and only at the end of any other call."""
+    def pause_us(self, whole: bool = False) -> int:
+        """How long until it has stopped: at the next micro-batch, and only at the end of any other call, or of any."""
         task = self.running
         if task is None:
             return 0
         now = self.cluster.now
-        if task.kind is not CallKind.FORWARD_BACKWARD:
+        if whole or task.kind is not CallKind.FORWARD_BACKWARD:
             return task.end_us - now
         return min(MICRO_US - (now - task.start_us) % MICRO_US, task.end_us - now)
 

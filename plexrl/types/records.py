@@ -98,6 +98,16 @@ class GroupEnded(Record):
     reason: str
 
 
+class Unbuilt(Record):
+    """(durable) The engine of a gang that slept was ended: its deployments are whole in host memory or on NVMe.
+
+    built: it is there again, and may have changed them.
+    """
+
+    gang: str
+    built: bool = False
+
+
 class ModelCreated(Record):
     """(durable) A deployment was asked for; its future is `<model>:0`. lora_rank None: full parameters."""
 
@@ -262,6 +272,7 @@ AnyRecord = (
     | SessionEnded
     | GroupPlaced
     | GroupEnded
+    | Unbuilt
     | ModelCreated
     | ModelEnded
     | VersionPublished

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from plexrl.scheduler import Policy, Turn
+from plexrl.scheduler import Build, Policy, Switch, Turn
 from plexrl.scheduler.order import ORDERS
 from plexrl.scheduler.placement import PLACEMENTS
 from plexrl.types import (
@@ -63,6 +63,7 @@ def any_policy(random: Random) -> Policy:
         backfill=pick([True, True, False]),
         prefetch=pick([True, True, False]),
         lazy=pick([True, True, False]),
+        end_sleepers=pick([True, True, False]),
         natural_ends=pick([True, False]),
         relocate=pick([True, False]),
         switch_bytes_per_us=pick([1, 20_000]),
@@ -82,6 +83,7 @@ class Pool(RuleBasedStateMachine):
     def begin(self, nodes, per_node, start, seed):
         random = Random(seed)
         self.units = random.randint(4, 12)
+        self.heavy = random.random() < 0.3  # what sleeps keeps much
         gpus = {f"n{n}:{g}": self.units * UNIT for n in range(nodes) for g in range(per_node)}
         roles = {gpu: random.choice(list(GpuRole)) for gpu in gpus} if random.random() < 0.2 else {}
         hosts = {f"n{n}": random.randint(1, 60) * UNIT for n in range(nodes)} if random.random() < 0.2 else {}
@@ -120,7 +122,7 @@ class Pool(RuleBasedStateMachine):
             replicas=random.randint(1, 3) if role is Role.SAMPLE else 1,
             device_bytes=size - random.randrange(2),
             host_bytes=random.choice([0, size]),
-            residual_bytes=random.choice([0, 0, UNIT // 4]),
+            residual_bytes=random.randint(size // 4, size // 2) if self.heavy else random.choice([0, 0, UNIT // 4]),
             duty=random.choice([None, None, 0.05]),
         )
 
@@ -364,15 +366,16 @@ class Pool(RuleBasedStateMachine):
         for engine in old.engines.values():
             engine.on_device = engine.gang.id in fit
             engine.order, engine.pausing, engine.moving = None, False, None
-            for calls in (engine.running, engine.unreported, engine.partial, engine.leaving):
+            for calls in (engine.running, engine.unreported, engine.partial, engine.leaving, engine.ending):
                 calls.clear()
-        dead = set(old.engines) - alive
+        unbuilt = {name for name, state in old.scheduler.gangs.items() if state.unbuilt and not state.building}
+        dead = set(old.engines) - alive - unbuilt
         for name in dead:
             old.engines[name].die()
         for group, states in old.scheduler.groups.items():
             placement = Placement(group, tuple(state.gang for state in states))
             new.engines.update({gang.id: old.engines[gang.id] for gang in placement.gangs})
-            new.do(new.scheduler.restore(new.now, placement, states[0].spec, fit, dead))
+            new.do(new.scheduler.restore(new.now, placement, states[0].spec, fit, dead, unbuilt))
         for name in new.engines:
             if name in dead:
                 new.do(new.scheduler.rebuild(new.now, name))
@@ -430,6 +433,7 @@ class Pool(RuleBasedStateMachine):
         Pool.seen.update(action.reason for _, action in pool.trace if isinstance(action, Turn))
         Pool.seen.update(span.kind.value for span in pool.spans)
         Pool.seen["union"] += pool.unions
+        Pool.seen["ended"] += sum(len(a.end) for _, a in pool.trace if isinstance(a, Build | Switch))
 
     def end_in_order(self):
         """The pool drains: nothing begins any more, what runs ends; another head goes on."""
@@ -484,7 +488,7 @@ def test_the_rules_hold_after_every_event(number):
     print(f"{Pool.events} events, {Pool.starved} gangs waited beyond B, {Pool.seen}")
     assert Pool.events >= 10_000
     # What the draws seldom reach (Gather, Prefetch, removed) has tests of its own.
-    often = ["Pause", "Switch", "Dropped", "Placed", "union", "quantum", "drained", "preempted", "a rank died"]
+    often = ["Pause", "Switch", "Dropped", "Placed", "union", "quantum", "drained", "preempted", "a rank died", "ended"]
     often += ["switch failed", "build failed", "undone", "backfill"]
     assert not [what for what in often if not Pool.seen[what]], Pool.seen
     assert Pool.starved >= 1

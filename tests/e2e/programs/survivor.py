@@ -18,6 +18,7 @@ parser.add_argument("--hit", type=Path, help="folder in which hit.calling is wri
 parser.add_argument(
     "--wait", action="store_true", help="write hit.saved, wait for hit.go before that call and for hit.on after"
 )
+parser.add_argument("--beyond", action="store_true", help="take a step after the save: the checkpoint is not all then")
 args = parser.parse_args()
 draw = random.Random(5)
 
@@ -53,6 +54,8 @@ trainer = service.create_lora_training_client("tiny", rank=args.rank, seed=1).re
 batch, long = data(8), data(400)
 seen["before"] = train(trainer, batch, 2)
 seen["kept"] = trainer.save_state("kept").result().path
+if args.beyond:
+    train(trainer, batch, 1)
 if args.wait:
     (args.hit / "hit.saved").touch()
     wait("hit.go")

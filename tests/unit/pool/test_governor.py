@@ -158,9 +158,7 @@ def test_a_budget_that_ran_out_ends_the_job_after_its_grace(head: Head):
     head.governor.command(BOB, forward)
     head.use(0.2)
     head.mind()
-    with pytest.raises(
-        OverLimit, match=r"budget of account 'ml' is used up: budgets.accounts.ml allows 1.00 GPU"
-    ):
+    with pytest.raises(OverLimit, match=r"budget of account 'ml' is used up: budgets.accounts.ml allows 1.00 GPU"):
         head.governor.command(BOB, forward)
     head.governor.command(BOB, save)
     with pytest.raises(OverLimit, match="used up"):

@@ -33,6 +33,14 @@ class Hosts:
         self.underway = 0
         self.most = 0
 
+    @property
+    def hosts(self) -> set[str]:
+        return self.lives
+
+    async def end(self, gang: str) -> None:
+        self.told.append((gang, "end"))
+        self.disown(gang)
+
     def say(self, gang: str, verb: str, *errors: Exception) -> None:
         self._say.setdefault((gang, verb), []).extend(errors)
 
@@ -75,6 +83,10 @@ class Tiers:
     def __init__(self) -> None:
         self.errors: list[Exception] = []
         self.left: list[tuple[bool, list[str]]] = []
+        self.ended: list[str] = []
+
+    async def engine_ends(self, gang: str) -> None:
+        self.ended.append(gang)
 
     async def bring_gang(self, gang: str, patient: bool, left: list[str] = ()) -> None:
         self.left.append((patient, list(left)))
@@ -85,11 +97,16 @@ class Tiers:
 class Pool:
     """Two trainers on one GPU that holds one; a is resident, and b's call waits."""
 
-    def __init__(self, lazy: bool = True):
+    def __init__(self, lazy: bool = True, residual: int = 0):
         self.book = Book()
         self.scheduler = Scheduler({"n:0": 128}, Policy(anticipation_us=0, paranoid=True, lazy=lazy))
         self.core = SimpleNamespace(
-            book=self.book, scheduler=self.scheduler, now_us=self._now, commit=self._commit, fail=None
+            book=self.book,
+            scheduler=self.scheduler,
+            now_us=self._now,
+            commit=self._commit,
+            fail=None,
+            faults=SimpleNamespace(take=lambda name: False),
         )
         self.hosts, self.tiers = Hosts(self.book), Tiers()
         self.lost: dict[str, str] = {}
@@ -97,35 +114,58 @@ class Pool:
         self.actions: list[Action] = []
         self.switches = Switches(self.core, self.hosts, self.tiers, self.actions.extend)
         self.switches.on_lost = self.lost.__setitem__
+        self.closed: list[str] = []
+        self.switches.sleepers.close = self._close
+        self.switches.sleepers.closed = self.closed.append
         self._clock = 0
         for group in ("a", "b"):
-            spec = GroupSpec(group=group, role=Role.TRAIN, owner=group, gang_size=1, replicas=1, device_bytes=128)
+            spec = GroupSpec(
+                group=group,
+                role=Role.TRAIN,
+                owner=group,
+                gang_size=1,
+                replicas=1,
+                device_bytes=128,
+                residual_bytes=residual,
+            )
             placement = self.scheduler.place(0, spec)
             self.book.apply(
                 records.GroupPlaced(now_us=1, spec=spec, placement=placement, base="m", kind="full", model=group)
             )
             for action in self.scheduler.tick(0):
                 if isinstance(action, Build):
+                    for gang in action.end:
+                        self.scheduler.unbuilt(0, gang)
+                        self.book.apply(records.Unbuilt(now_us=1, gang=gang))
+                        self.hosts.lives.discard(gang)
                     self.scheduler.built(0, action.gang, action.evict)
         # b was built last, and made a leave.
-        self.switch = self.ask("a")
+        self.switch = None if residual else self.ask("a")
 
     def _now(self) -> int:
         self._clock += 1000
         return self._clock
 
-    def _commit(self, record: records.Record, durable: bool = True) -> None:
-        self.moves.append(record)
+    def _commit(self, record: records.Record, durable: bool = True):
+        if isinstance(record, records.Switched):
+            self.moves.append(record)
+            return None
+        self.hosts.told.append((record.gang, "written"))
+        self.book.apply(record)
+        return asyncio.sleep(0)
 
-    def ask(self, group: str) -> Switch:
+    async def _close(self, gang: str) -> None:
+        self.hosts.told.append((gang, "close"))
+
+    def ask(self, group: str) -> Switch | Build:
         call = Call(id=f"{group}:1", kind=CallKind.OPTIM_STEP, group=group, deployment=group, job=group, seq=1)
-        (action,) = [x for x in self.scheduler.submit(self._now(), call) if isinstance(x, Switch)]
+        (action,) = [x for x in self.scheduler.submit(self._now(), call) if isinstance(x, Switch | Build)]
         return action
 
     def carry_out(self, action: Action) -> list[Action]:
         """The scheduler's next orders to engine hosts."""
         self.actions.clear()
-        asyncio.run(self.switches.switch(action))
+        asyncio.run((self.switches.build if isinstance(action, Build) else self.switches.switch)(action))
         return [x for x in self.actions if isinstance(x, Switch | Prefetch | Build)]
 
     def at(self, gang: str) -> Residency:
@@ -215,12 +255,62 @@ def test_whose_rank_died_is_given_up_once(pool):
     assert not pool.lost and pool.at("a/0") is Residency.DEVICE
 
 
-def test_a_promise_that_is_broken_loses_that_group_with_the_figures(pool):
+def test_who_keeps_more_than_was_promised_is_ended_asleep_and_lost_the_third_time_with_the_figures(pool):
     pool.hosts.residual = 4096
-    assert pool.carry_out(pool.switch) == []
+    action = pool.switch
+    for _ in range(2):
+        # b leaves for a, and its engine ends: what it left is adopted when it is wanted.
+        assert pool.carry_out(action) == [] and not pool.lost
+        assert pool.hosts.kept["b/0"] == 4096, "the next one of its kind is promised what it needs"
+        assert (pool.at("a/0"), pool.at("b/0")) == (Residency.DEVICE, Residency.COLD)
+        assert pool.book.groups["b"].unbuilt == {"b/0"} and pool.closed.pop() == pool.tiers.ended.pop() == "b/0"
+        pool.scheduler.finished(pool._now(), "a:1", 1)
+        pool.hosts.residual = 0  # a keeps its promise
+        build = pool.ask("b")
+        assert build == Build("b/0", ("a/0",))
+        assert pool.carry_out(build) == [] and not pool.book.groups["b"].unbuilt
+        pool.scheduler.finished(pool._now(), "b:1", 1)
+        pool.hosts.residual = 4096
+        action = pool.ask("a")
+    assert pool.carry_out(action) == []
     assert list(pool.lost) == ["b/0"] and "4096 bytes of n:0" in pool.lost["b/0"]
-    assert pool.hosts.kept == {"b/0": 4096}, "the next one of its kind is promised what it needs"
     assert (pool.at("a/0"), pool.at("b/0")) == (Residency.DEVICE, Residency.LOST)
+
+
+def test_a_sleeper_is_ended_after_what_it_did_is_written_and_before_the_newcomer_is_there():
+    """a and b keep 100 of 128 bytes each: only one of them has an engine at a time."""
+    pool = Pool(residual=100)
+    build = pool.ask("a")
+    assert build == Build("a/0", ("b/0",), ("b/0",))
+    pool.hosts.residual = 100
+    assert pool.carry_out(build) == []
+    assert pool.hosts.told == [
+        ("b/0", "offload"),
+        ("b/0", "close"),
+        ("b/0", "written"),
+        ("b/0", "end"),
+        ("a/0", "written"),
+    ]
+    assert pool.tiers.left == [(False, []), (True, [])], "its state is in memory before, and adopted after"
+    assert (pool.at("a/0"), pool.at("b/0")) == (Residency.DEVICE, Residency.COLD) and not pool.lost
+    assert (pool.switches.sleepers.ended, pool.switches.sleepers.built) == (1, 1)
+
+
+def test_an_engine_that_is_not_built_again_is_tried_three_times():
+    pool = Pool(residual=100)
+    failed: list[str] = []
+    pool.switches.on_build_failed = lambda gang, why: failed.append(f"{gang}: {why}")
+
+    async def build(gang: str) -> None:
+        raise Unavailable("no room for its context")
+
+    pool.hosts.build = build
+    action = pool.ask("a")
+    for _ in range(2):
+        (action,) = pool.carry_out(action)
+        assert action.gang == "a/0" and not failed and pool.scheduler.gangs["a/0"].unbuilt
+    assert pool.carry_out(action) == []
+    assert failed == ["a/0: no room for its context"] and pool.at("a/0") is Residency.LOST
 
 
 def test_short_of_host_memory_the_victims_leave_first_and_may_be_spilled(pool):

@@ -47,8 +47,10 @@ class Engine:
 
     running: calls under way. unreported: calls that ended, which the scheduler was not told yet. partial: paused calls
     whose drawn tokens are here. order: what it was told and has not answered. leaving: the order's victims that live.
+    ending: of those whose engines it ends, the ones that have not.
     owner: its class; served: that of the call that ended last. unsure: its way off the device was broken off, and the
-    scheduler cannot know how far it came. crowded: its coming in was undone because host memory was short.
+    scheduler cannot know how far it came. crowded: its coming in was undone because host memory was short. whole: it
+    pauses when its call has ended.
     """
 
     gang: Gang
@@ -60,19 +62,26 @@ class Engine:
     partial: list[str] = field(default_factory=list)
     order: Build | Switch | Prefetch | None = None
     leaving: list[str] = field(default_factory=list)
+    ending: list[str] = field(default_factory=list)
     pausing: bool = False
     moving: Relocate | None = None
     owner: JobClass = JobClass.NORMAL
     served: JobClass | None = None
     unsure: bool = False
     crowded: bool = False
+    whole: bool = False
+
+    @property
+    def pauses(self) -> bool:
+        """It could answer a Pause now."""
+        return self.pausing and not (self.whole and self.running)
 
     def die(self) -> None:
         """Its processes are gone, and all that they held."""
         self.built = self.on_device = self.pausing = False
         self.order = self.moving = None
         self.served, self.unsure, self.crowded = None, False, False
-        for calls in (self.running, self.unreported, self.partial, self.leaving):
+        for calls in (self.running, self.unreported, self.partial, self.leaving, self.ending):
             calls.clear()
 
 
@@ -233,6 +242,9 @@ class Executor:
 
     def answer(self, engine: Engine, ok: bool = True) -> None:
         """The engine answers the Build, Switch or Prefetch that it was given."""
+        for victim in engine.ending[:] if ok else engine.ending[1::2]:
+            self.end(engine, victim)
+        engine.ending = []
         order, engine.order = engine.order, None
         evicted = tuple(engine.leaving if ok else engine.leaving[::2])
         for victim in engine.leaving:
@@ -253,6 +265,17 @@ class Executor:
             told = self.scheduler.switched if isinstance(order, Switch) else self.scheduler.prefetched
             self.do(told(self.now, order.gang, ok, moved, evicted))
 
+    def end(self, engine: Engine, victim: str) -> None:
+        """The engine of one that sleeps, or has left for the order, ends; its state stays where it is."""
+        engine.ending.remove(victim)
+        if victim in engine.leaving:
+            engine.leaving.remove(victim)
+        gone = self.engines[victim]
+        begun = gone.running or gone.unreported or (gone.partial and gone.spec.role is Role.TRAIN)
+        assert not begun, f"{victim} is ended with calls that were begun"
+        gone.die()
+        self.do(self.scheduler.unbuilt(self.now, victim))
+
     def undo(self, engine: Engine, evicted: Iterable[str], crowded: bool = False) -> None:
         """The Build, Switch or Prefetch is taken back; of its victims, those in `evicted` have left all the same."""
         left = {*evicted, *(victim for victim in engine.leaving if not self.engines[victim].on_device)}
@@ -260,7 +283,7 @@ class Executor:
         for victim in engine.leaving:
             self.engines[victim].unsure = False
             self.engines[victim].on_device = victim not in left
-        engine.leaving = []
+        engine.leaving, engine.ending = [], []
         engine.crowded |= crowded
         self.do(self.scheduler.undone(self.now, engine.gang.id, left, crowded))
 
@@ -321,9 +344,10 @@ class Executor:
                 ("order", ""),
                 ("pause", ""),
                 ("move", ""),
+                *(("end", victim) for victim in engine.ending),
                 *(("finish", call) for call in engine.running + engine.unreported),
             ]
-            if what == "finish" or {"order": engine.order, "pause": engine.pausing, "move": engine.moving}[what]
+            if what in ("finish", "end") or {"order": engine.order, "pause": engine.pauses, "move": engine.moving}[what]
         ]
 
     def step(self, random: Random, faults: float = 0.04) -> bool:
@@ -341,6 +365,8 @@ class Executor:
             self.pause(engine, [call for call in engine.running if random.random() < 0.9])
         elif what == "move":
             self.relocate(engine)
+        elif what == "end":
+            self.end(engine, call)
         else:
             self.finish(call, random.randrange(20))
         return True
@@ -361,7 +387,7 @@ class Executor:
                 case Pause():
                     engine = self.engines[action.gang]
                     assert self.turns[engine.gang.gpus[0]] == action.gang and not engine.pausing
-                    engine.pausing = True
+                    engine.pausing, engine.whole = True, action.whole
                     self.watch.paused(engine)
                 case Turn():
                     self._turn(action)
@@ -407,14 +433,15 @@ class Executor:
 
     def _leave(self, victim: str) -> None:
         for engine in self.engines.values():
-            if victim in engine.leaving:
-                engine.leaving.remove(victim)
+            for told in (engine.leaving, engine.ending):
+                if victim in told:
+                    told.remove(victim)
 
     def _order(self, action: Build | Switch | Prefetch) -> None:
         engine = self.engines[action.gang]
         assert engine.order is None and not engine.running, f"{action} while it does {engine.order or engine.running}"
         assert engine.built != isinstance(action, Build), f"{action} on an engine with built={engine.built}"
-        assert not any(action.gang in e.leaving for e in self.engines.values()), f"{action} while it is offloaded"
+        assert not any(action.gang in e.leaving + e.ending for e in self.engines.values()), f"{action} while it leaves"
         holders = {self.turns.get(gpu) for gpu in engine.gang.gpus}
         if action.gang in self.peers.values():
             assert len(holders) == 1 and None not in holders, f"rule 3: {action.gang} has not its whole gang: {holders}"
@@ -428,8 +455,15 @@ class Executor:
             assert not at_work, f"rule 2: {victim} is offloaded in its turn"
             assert not other.order and not other.running, f"{victim} is offloaded while it does something"
             assert not any(victim in e.leaving for e in self.engines.values()), f"{victim} is offloaded twice"
+        end = [] if isinstance(action, Prefetch) else list(action.end)
+        for name in end:
+            other = self.engines[name]
+            assert other.built and not other.order, f"{name} has no engine to end"
+            assert name not in self.turns.values() and name not in self.peers.values(), f"{name} is ended in its turn"
+            assert name in action.evict or not other.on_device, f"{name} is ended and has not left"
+            assert not any(name in e.ending for e in self.engines.values()), f"{name} is ended twice"
         self.watch.ordered(engine, action)
-        engine.order, engine.leaving = action, list(action.evict)
+        engine.order, engine.leaving, engine.ending = action, list(action.evict), end
 
     def _run(self, action: Run) -> None:
         engine = self.engines[action.gang]

@@ -90,7 +90,7 @@ def test_an_eager_pool_moves_more_than_a_lazy_one():
 
 def test_sleepers_are_capped_by_what_they_keep():
     """Each keeps 100 of 1,024 bytes while it sleeps and has 500 awake: five fit, four asleep beside one awake."""
-    ex = virtual()
+    ex = virtual(end_sleepers=False)
     for i in range(6):
         size = {"residual_bytes": 100}
         ex.place(f"g{i}", Role.TRAIN, f"g{i}", 500, **size)

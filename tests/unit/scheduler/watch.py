@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -137,18 +138,25 @@ class Watch:
             return
         for victim in action.evict:
             other = self.pool.engines[victim]
-            if self.pool.virtual:
-                due = bool(set(self._short(coming)) & set(other.gang.gpus))
-            else:
-                due = any(overlap(one.gang, other.gang) for one in coming)
+            due = bool(set(self._short(coming)) & set(other.gang.gpus))
+            if not self.pool.virtual:
+                due |= any(overlap(one.gang, other.gang) for one in coming)
             assert due, f"{victim} need not go for {action.gang}"
+        away = [self.pool.engines[victim] for victim in action.evict]
+        for name in () if isinstance(action, Prefetch) else action.end:
+            other = self.pool.engines[name]
+            assert other.spec.residual_bytes, f"{name} keeps nothing, and is ended for {action.gang}"
+            assert set(self._short(coming, away)) & set(other.gang.gpus), f"{name} need not be ended for {action.gang}"
 
-    def _short(self, coming: list[Engine]) -> list[str]:
-        """GPUs that cannot take those that come as they are."""
+    def _short(self, coming: list[Engine], away: Sequence[Engine] = ()) -> list[str]:
+        """GPUs that cannot take those that come as they are, and when these have left."""
         return [
             gpu
             for gpu, capacity in self.pool.gpus.items()
-            if self._bytes(gpu) + sum(e.gang.extents[0].size - held(e) for e in coming if gpu in e.gang.gpus) > capacity
+            if self._bytes(gpu)
+            + sum(e.gang.extents[0].size - held(e) for e in coming if gpu in e.gang.gpus)
+            - sum(held(e) - e.spec.residual_bytes for e in away if gpu in e.gang.gpus)
+            > capacity
         ]
 
     def _unions(self, engine: Engine) -> list[Call]:
@@ -223,13 +231,14 @@ class Watch:
     def _bytes(self, gpu: str) -> int:
         """The most that may be on the GPU now: what is there, plus what comes in crossing what makes way for it."""
         engines, total = self.pool.engines, 0
-        crossing = {v for e in engines.values() if e.order and gpu in e.gang.gpus for v in e.leaving}
+        crossing = {v for e in engines.values() if e.order and gpu in e.gang.gpus for v in e.leaving + e.ending}
         for name, engine in engines.items():
             if gpu not in engine.gang.gpus:
                 continue
             if engine.order:
-                away = [engines[v] for v in engine.leaving if gpu in engines[v].gang.gpus]
-                stay = sum(v.spec.residual_bytes for v in away)
+                names = dict.fromkeys(engine.leaving + engine.ending)
+                away = [engines[v] for v in names if gpu in engines[v].gang.gpus]
+                stay = sum(v.spec.residual_bytes for v in away if v.gang.id not in engine.ending)
                 total += max(sum(held(v) for v in away), stay + engine.gang.extents[0].size)
             elif name not in crossing:
                 total += held(engine)
@@ -237,10 +246,9 @@ class Watch:
 
     def _memory(self) -> None:
         engines = self.pool.engines
-        if self.pool.virtual:
-            for gpu, capacity in self.pool.gpus.items():
-                assert self._bytes(gpu) <= capacity, f"rule 5: {self._bytes(gpu)} bytes on {gpu}, which has {capacity}"
-        else:
+        for gpu, capacity in self.pool.gpus.items():
+            assert self._bytes(gpu) <= capacity, f"rule 5: {self._bytes(gpu)} bytes on {gpu}, which has {capacity}"
+        if not self.pool.virtual:
             there = [e for e in engines.values() if e.on_device or e.order]
             for i, one in enumerate(there):
                 for other in there[:i]:
@@ -301,7 +309,7 @@ class Watch:
             return False
         engine = self.pool.engines[name]
         if not engine.built:
-            return not engine.order
+            return not engine.order and (not state.unbuilt or state.wanted or bool(state.queue))
         peers = [self.pool.engines[peer.id] for peer in state.peers]
         if not all(peer.built and not peer.moving for peer in peers):
             return False  # for its peer's engine first

@@ -5,6 +5,7 @@ import pytest
 from plexrl.scheduler import Build, Dropped, Placed, Policy, Prefetch, Relocate, Scheduler, Switch
 from plexrl.scheduler.costs import ServiceModel, SwitchModel
 from plexrl.sim.cluster import VirtualCluster
+from plexrl.sim.copies import END_US
 from plexrl.sim.engine import SampleEngine, TrainEngine
 from plexrl.types import Extent, Gang, Placement, PlexrlError
 
@@ -68,6 +69,16 @@ def test_what_did_not_change_does_not_move_out():
     engine(made, "b/0", ["n:0"])
     engine(made, "s/0", ["n:0"], kind=SampleEngine)
     assert after(made, Switch("a/0", ("b/0", "s/0"))) == ("switched", 47, "a/0")
+
+
+def test_engines_that_are_ended_end_before_others_come_and_are_built_with_their_state():
+    made = cluster()
+    for name in ("a/0", "b/0"):
+        engine(made, name, ["n:0"], build_us=100).loaded()
+    assert after(made, Switch("a/0", (), ("b/0",))) == ("switched", END_US + 47, "a/0")
+    assert made.scheduler.told[-2] == ("unbuilt", END_US + 47, "b/0") and made.ends == 1
+    now = made.now
+    assert after(made, Build("b/0", ("a/0",))) == ("built", now + 47 + 100, "b/0")
 
 
 def test_gpus_copy_beside_each_other():
