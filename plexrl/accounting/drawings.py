@@ -7,6 +7,7 @@ from plexrl.types import SpanClass
 
 _WIDTH, _LABEL, _ROW, _BAR = 1100, 250, 34, 22
 _NUMBER = 150
+_JOBS = 16
 
 
 def _scale(largest: float) -> float:
@@ -31,12 +32,19 @@ def _row(row: int, name: str, bars: list[tuple[float, float, str]], number: str,
     return "".join(out)
 
 
+def largest(jobs: list[dict]) -> list[dict]:
+    """Those that were charged most, as many as a drawing has room for, in the order given."""
+    least = sorted((job["charged"] for job in jobs), reverse=True)[:_JOBS]
+    return [job for job in jobs if job["charged"] >= least[-1]][:_JOBS] if least else []
+
+
 def waterfall(found: dict, unit: Unit, colours: dict[str, str]) -> str:
     """What the pool's GPU-seconds went to, step by step: each job's charge (busy, switch, kept), then the overhead."""
     pool = found["pool_gpu_seconds"]
     scale = _scale(pool)
     steps: list[tuple[str, list[tuple[float, str]]]] = []
-    for job in found["jobs"]:
+    shown = largest(found["jobs"])
+    for job in shown:
         colour = colours[job["job"]]
         pieces = [
             (job["busy"], f"{colour} full"),
@@ -44,7 +52,7 @@ def waterfall(found: dict, unit: Unit, colours: dict[str, str]) -> str:
             (job["kept"], f"{colour} kept"),
         ]
         steps.append((f"job {job['slurm_id']}, {job['user']}", pieces))
-    others = found["charged_gpu_seconds"] - sum(job["charged"] for job in found["jobs"])
+    others = found["charged_gpu_seconds"] - sum(job["charged"] for job in shown)
     if others > 0.05:
         steps.append(("other jobs", [(others, "others full")]))
     idle = [(kind, found["shares"][kind.value] * pool) for kind in (SpanClass.IDLE, SpanClass.STARTUP, SpanClass.DRAIN)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from plexrl.accounting.drawings import savings, waterfall
+from plexrl.accounting.drawings import largest, savings, waterfall
 from plexrl.accounting.published import Published
 from plexrl.accounting.spread import by_account, stretches
 from plexrl.accounting.style import STYLE, hatch
@@ -28,7 +28,9 @@ _COLOURS = 8
 def page(found: dict, published: Published, accounts: Sequence[dict] = ()) -> str:
     """figures() and what it was made from as an HTML document. accounts: rows by account of the jobs that it shows."""
     unit = Unit(max(found["pool_gpu_seconds"], found["dedicated_gpu_seconds"]))
-    colours = {job["job"]: f"c{number % _COLOURS}" for number, job in enumerate(found["jobs"])}
+    drawn = [job["job"] for job in largest(found["jobs"])]
+    colours = {job["job"]: "others" for job in found["jobs"]}
+    colours |= {job: f"c{number % _COLOURS}" for number, job in enumerate(drawn)}
     parts = [_head(found), _cards(found, unit)]
     parts.append(_section("Saved", savings(found, unit), _saving_words(found)))
     parts.append(_section("What each GPU did", _timelines(found, published, colours), ""))
@@ -105,9 +107,9 @@ def _timelines(found: dict, published: Published, colours: dict[str, str]) -> st
     bars, gpus = published.timeline, published.gpus
     legend = [
         f'<span><i class="key {colours[j["job"]]}"></i>job {j["slurm_id"]}, {escape(j["user"])}</span>'
-        for j in found["jobs"]
+        for j in largest(found["jobs"])
     ]
-    if published.uid is not None or len(found["jobs"]) < len(published.jobs):
+    if published.uid is not None or len(legend) < len(published.jobs):
         legend.append('<span><i class="key others"></i>others</span>')
     for css, words in (("solid", "busy"), ("dark", "switch"), ("light", "kept"), ("idle", "idle")):
         legend.append(f'<span><i class="key {css}"></i>{words}</span>')

@@ -108,6 +108,18 @@ def test_a_users_page_names_nobody_else(scene):
     assert "ada" in html and "bob" not in html and "other jobs" in html
 
 
+def test_a_page_of_many_jobs_draws_the_largest_and_lists_all(scene):
+    for number in range(40):
+        scene.attach(10.5, f"{100 + number}.0", 1003, "cem", "bio")
+    scene.records.sort(key=lambda x: x.now_us)
+    published = whole(scene)
+    html = page(figures(published), published)
+    assert html.count("<tr><td><i") == 42
+    drawn = html[: html.index("<h2>Jobs</h2>")]
+    assert "job 11, ada" in drawn and "job 139, cem" not in drawn
+    assert html.count('text-anchor="end">job ') <= 16
+
+
 def test_a_page_of_an_empty_pool(scene):
     empty = compute([], [], 0)
     assert "No job has called the pool yet" in page(figures(empty), empty)
