@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
-    for what, why in (("slurm", _no_slurm), ("gpu", _no_gpu)):
+    for what, why in (("slurm", _no_slurm), ("slurm2511", _no_slurm_2511), ("gpu", _no_gpu)):
         needing = [item for item in items if _folder(item) == what or item.get_closest_marker(what)]
         reason = why() if needing else ""
         if reason:
@@ -65,6 +65,17 @@ def _folder(item: pytest.Item) -> str:
 def _rank(item: pytest.Item) -> int:
     folder = _folder(item)
     return QUICK_FIRST.index(folder) if folder in QUICK_FIRST else QUICK_FIRST.index("slurm") - 1
+
+
+def _no_slurm_2511() -> str:
+    """Why pyslurm cannot be tried here and the mend; empty when it can."""
+    prefix, python = os.environ.get("PLEXRL_SLURM2511"), os.environ.get("PLEXRL_PYSLURM_PYTHON")
+    if not prefix or not python:
+        return (
+            "Set PLEXRL_SLURM2511 to the prefix of a Slurm 25.11 built from source, and PLEXRL_PYSLURM_PYTHON to an "
+            "interpreter that has pyslurm 25.11 and plexrl."
+        )
+    return _no_slurm()
 
 
 def _no_slurm() -> str:
