@@ -54,6 +54,11 @@ class Node:
 Entry = tuple[tuple[int, ...], int, Card]  # a GPU's rank, its number, itself; the number decides among equals
 
 
+def _fullest(entries: list[Entry]) -> int:
+    """The largest load among these GPUs."""
+    return max(card.load for _, _, card in entries)
+
+
 class Order:
     """Nodes sorted by a figure that changes with their load; nodes without the figure are left out."""
 
@@ -109,7 +114,8 @@ class Seats:
         """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'.
 
         alike: rather GPUs that have time for all that is there and for this, the fullest first; and of those, or where
-        none has time, rather all the GPUs of a gang as wide: the two wait for each other, and for nobody else.
+        none has time and they are less than half the gang's duty fuller, rather all the GPUs of a gang as wide: the
+        two wait for each other, and for nobody else.
         """
         self._refresh(want.bounds)
         newcomer = not want.own and not want.avoid
@@ -123,19 +129,22 @@ class Seats:
 
     def _search(self, want: Want, alike: bool) -> list[Entry] | None:
         searches = (self._on_one, self._over_many) if want.count > 1 else (self._on_one,)
-        tries = [(search, want, fresh) for search in searches for fresh in ((True, False) if want.taken else (True,))]
+        timely = replace(want, rank=heap, near={}, timely=True)
         if alike:
-            timely = replace(want, rank=heap, near={}, timely=True)
             untouched = replace(want, near={}, untouched=True)
-            first = [(self._same, timely, True), *((search, untouched, True) for search in searches)]
-            tries = first + [
-                one
-                for search, _, fresh in tries
-                for one in ((search, timely, fresh), (self._same, want, fresh), (search, want, fresh))
-            ]
-        for search, one, fresh in tries:
-            if found := search(one, fresh):
-                return found
+            for search, one in ((self._same, timely), *((search, untouched) for search in searches)):
+                if found := search(one, True):
+                    return found
+        for search in searches:
+            for fresh in (True, False) if want.taken else (True,):
+                if alike and (found := search(timely, fresh)):
+                    return found
+                found = search(want, fresh)
+                if found and alike:
+                    same = self._same(want, fresh)
+                    found = same if same and _fullest(same) <= _fullest(found) + want.duty // 2 else found
+                if found:
+                    return found
         return None
 
     def entries(self, node: Node, want: Want, fresh: bool) -> list[Entry]:
@@ -163,19 +172,19 @@ class Seats:
 
     def _same(self, want: Want, fresh: bool) -> list[Entry] | None:
         """All the GPUs of a gang of the same role and width, where the worst of them compares best."""
-        best: tuple[list[Entry], list[Entry]] | None = None
+        best: list[Entry] | None = None
         for cards in self._sets.get((want.role, want.count), ()):
-            entries = []
+            entries: list[Entry] = []
             for card in cards:
                 entry = self._entry(card, want, fresh)
                 if entry is None:
                     break
                 entries.append(entry)
             else:
-                key = sorted(entries, reverse=True)
-                if (best is None or key < best[0]) and self._hosted(cards, want):
-                    best = key, entries
-        return best and best[1]
+                entries.sort(reverse=True)
+                if (best is None or entries < best) and self._hosted(cards, want):
+                    best = entries
+        return best
 
     def _hosted(self, cards: Sequence[Card], want: Want) -> bool:
         """Whether the nodes have host memory for the gang."""

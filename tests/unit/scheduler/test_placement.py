@@ -440,6 +440,17 @@ def test_fit_puts_gangs_where_others_as_wide_are():
     assert gpus(choose(floor, spec("z", "z", 3, duty=0.2), "fit")) == wide  # time again
 
 
+def test_fit_leaves_gpus_of_gangs_as_wide_for_others_that_are_clearly_less_loaded():
+    """Four samplers on the GPUs of one, while as many GPUs have only trainers, would take turns four at a time."""
+    floor = pool(1, 4)
+    for i in range(4):
+        tenant = Tenant(job=f"{i}")
+        specs = [spec(f"t{i}", f"{i}", 4), spec(f"s{i}", f"{i}", 2, role=Role.SAMPLE)]
+        assert floor.choose_all(specs, Rules("fit", normal=9.0), tenant)
+    samplers = [[p.group for p in floor.on(f"n0:{gpu}") if p.group.startswith("s")] for gpu in range(4)]
+    assert [len(groups) for groups in samplers] == [2, 2, 2, 2]
+
+
 def test_fit_counts_the_host_memory_of_the_gpus_of_a_gang_as_wide():
     floor = pool(2, 2, hosts={"n0": 1024})
     assert gpus(choose(floor, spec("a", "a", 2, duty=0.2, host_bytes=512), "fit")) == [("n0:0", "n0:1")]
