@@ -96,6 +96,35 @@ def test_a_held_call_that_ended_uses_its_place_up(book):
     assert released(book) == [1, 3]
 
 
+def test_a_checkpoint_is_the_present_state_until_something_may_have_changed_it(book):
+    model = next(iter(book.models.values()))
+    seq = 0
+
+    def call(kind: CallKind, ok: bool = True) -> bool:
+        nonlocal seq
+        seq += 1
+        book.apply(accepted(seq, kind, path="tinker://s:train:0/weights/x", folder="/f"))
+        book.apply(ended(seq, ok))
+        return model.exact
+
+    assert not call(CallKind.OPTIM_STEP) and not call(CallKind.SAVE_STATE, ok=False) and not model.saved
+    assert call(CallKind.SAVE_STATE) and model.saved == "/f"
+    assert call(CallKind.FORWARD) and call(CallKind.PUBLISH), "nothing of the state changes in these"
+    assert not call(CallKind.FORWARD_BACKWARD, ok=False), "who knows how far it came"
+    assert not call(CallKind.SAVE_STATE), "gradients are not saved"
+    assert not call(CallKind.OPTIM_STEP) and call(CallKind.SAVE_STATE)
+    assert not call(CallKind.LOAD_STATE)
+
+
+def test_an_engine_that_was_ended_is_known_to_the_next_head(book):
+    (group,) = book.groups.values()
+    gang = group.placed.placement.gangs[0].id
+    book.apply(records.Unbuilt(now_us=1, gang=gang))
+    assert (group.unbuilt, group.rebuilt) == ({gang}, set())
+    book.apply(records.Unbuilt(now_us=2, gang=gang, built=True))
+    assert (group.unbuilt, group.rebuilt) == (set(), {gang})
+
+
 def test_a_replay_comes_to_the_same(book):
     """Live, calls are released between the records; a new head releases after all of them."""
     stream = [

@@ -58,7 +58,7 @@ class Pool:
             now_us=lambda: self.scheduler.now + 1,
         )
         self.hosts: dict[str, object] = {}
-        gangs = SimpleNamespace(hosts=self.hosts, order=self._host, find=self._find)
+        gangs = SimpleNamespace(hosts=self.hosts, order=self._host, let_go=self._host, find=self._find)
         slabs = Slabs(core)
         self.states = States(core, gangs, slabs)
         self.tiers = Tiers(core, gangs, slabs, self.states)
@@ -103,12 +103,21 @@ class Pool:
         await asyncio.sleep(0)
         if name in self.stuck:
             raise OrderFailed(f"{name} is on its device", "user")
+        if verb == "drop":
+            self.slabs[name] = None
+            return {}
         if verb == "spill":
             assert self.bytes_of(name) == self.marks[name]
             self.slabs[name] = None
-        else:
-            (self.slabs[name],) = args["slabs"]
-            assert self.bytes_of(name) == self.marks[name], f"{name} came back as something else"
+            return {"moved": []}
+        (slab,) = args["slabs"]
+        if verb == "create" and args["folder"]:
+            self.arena[slab.offset : slab.offset + slab.size] = Path(args["folder"]).read_bytes()
+        whole = self.arena[slab.offset : slab.offset + slab.size] == self.marks[name]
+        if verb == "create" and not whole:
+            raise OrderFailed("the state in the slab is not whole", "server")
+        assert whole, f"{name} came back as something else"
+        self.slabs[name] = slab
         return {"moved": []}
 
     async def _on_damaged(self, model, why: str) -> None:
@@ -186,6 +195,20 @@ def test_the_least_wanted_leave_and_come_back_with_their_bytes(pool):
     go(body)
 
 
+def damage(*paths: Path) -> None:
+    """Change the last byte of each file."""
+    for path in paths:
+        with path.open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)[0]
+            file.seek(-1, 2)
+            file.write(bytes([255 - last]))
+
+
+def spilled(folder: Path) -> list[Path]:
+    return [path for path in (folder / "nvme").rglob("*") if path.is_file() and path.stat().st_size > STATE]
+
+
 def test_without_a_tier_what_does_not_fit_is_said(pool):
     p = pool(1, None, "ab")
 
@@ -258,12 +281,7 @@ def test_what_is_damaged_is_named_and_alone_is_lost(pool, tmp_path):
             await p.create(name)
         assert p.where() == ({"c"}, {"a", "b"})
         # Their names tell not whose they are: whichever it is.
-        path = next(path for path in (tmp_path / "nvme").rglob("*") if path.is_file() and path.stat().st_size > STATE)
-        with path.open("r+b") as file:
-            file.seek(-1, 2)
-            last = file.read(1)[0]
-            file.seek(-1, 2)
-            file.write(bytes([255 - last]))
+        damage(spilled(tmp_path)[0])
         for name in "ab":
             await p.bring(name)
         assert len(p.damaged) == 1 and "is damaged" in p.book.models[p.damaged[0]].ended
@@ -272,6 +290,57 @@ def test_what_is_damaged_is_named_and_alone_is_lost(pool, tmp_path):
         assert p.bytes_of(whole) == p.marks[whole]
         await p.bring("c")
         assert p.where() == ({"c"}, {whole})
+
+    go(body)
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_what_is_damaged_goes_on_from_a_checkpoint_that_is_the_same(pool, tmp_path, readable):
+    p = pool(1, 3, "ab")
+
+    async def body() -> None:
+        for name in "ab":
+            await p.create(name)
+        damage(*spilled(tmp_path))
+        saved = tmp_path / "saved"
+        saved.write_bytes(p.marks["a"] if readable else bytes(STATE))
+        p.tiers.checkpoint_of = lambda model: str(saved)
+        await p.bring("a")
+        assert p.where()[0] == ({"a"} if readable else set()) and p.tiers.restored == readable
+        if readable:
+            assert not p.damaged and p.bytes_of("a") == p.marks["a"]
+            assert p.told[-2:] == [("a", "drop"), ("a", "create")]
+        else:
+            assert p.damaged == ["a"] and "its checkpoint was not read" in p.book.models["a"].ended
+
+    go(body)
+
+
+def test_what_an_engine_that_was_ended_left_is_adopted_wherever_it_is(pool):
+    p = pool(1, 4, "ab")
+
+    async def body() -> None:
+        await p.create("a")
+        await p.tiers.engine_ends("a/0")
+        p.hosts.clear()  # no engine is there
+        p.slabs["a"] = None
+        state = p.scheduler.gangs["a/0"]
+        state.residency, state.unbuilt = Residency.COLD, True
+        await p.create("b")
+        assert p.where() == ({"b"}, {"a"}) and p.told == [], "nobody need be asked"
+        p.hosts["b/0"] = True
+        await p.bring("a")
+        assert p.where() == ({"a"}, {"b"}) and p.slabs["a"] is None, "in memory, and waits for its engine"
+        p.hosts["a/0"] = True
+        await p.bring("a")
+        assert p.told[-1] == ("a", "create") and p.bytes_of("a") == p.marks["a"]
+        await p.bring("a")
+        assert p.told.count(("a", "create")) == 1
+        # Not whole: some of it was on the device.
+        await p.tiers.engine_ends("a/0")
+        p.arena[p.slabs["a"].offset] ^= 1
+        await p.bring("a")
+        assert p.damaged == ["a"] and "not whole" in p.book.models["a"].ended
 
     go(body)
 
