@@ -16,6 +16,7 @@ from plexrl.pool.stored import Stored
 from plexrl.pool.usage import HOUR_US, Usage, Used
 from plexrl.types import ApiError, CallKind, PlexrlError, commands
 
+_FRESH_US = 1_000_000
 WINDOW_US = 7 * 24 * HOUR_US
 _WORK = (commands.CreateModel, commands.LoadModel, commands.Train, commands.Sample)
 _SAVES = (CallKind.SAVE_STATE, CallKind.PUBLISH)
@@ -47,12 +48,16 @@ class Limits:
         self._core = core
         self._usage = usage
         self._stored = stored
+        self._spent: dict[tuple[str, str], tuple[int, OverLimit | None]] = {}
 
     def hello(self, peer: Any) -> None:
         """A job wants to attach. Raises OverLimit."""
         for bound in bounds_of(self._core.config, peer):
             most = bound.rule.jobs
-            there = [job.attached for job in self._core.book.jobs.values() if not job.ended]
+            # The run before of a job that was requeued is on its way out.
+            same = f"{peer.job.partition('.')[0]}."
+            jobs = self._core.book.jobs
+            there = [jobs[name].attached for name in jobs if not jobs[name].ended and not name.startswith(same)]
             if most is not None and sum(bound.covers(job) for job in there) >= most:
                 raise OverLimit(
                     f"{bound} has {most} jobs attached, the most that {bound.key}.jobs allows",
@@ -76,14 +81,23 @@ class Limits:
     # -- each limit ----------------------------------------------------------------------------------------------------
 
     def _time(self, bound: Bound) -> None:
-        most = bound.rule.gpu_time_us
-        if most is None:
+        """Every call asks: what was found holds for a second."""
+        if bound.rule.gpu_time_us is None:
             return
+        until_us, refusal = self._spent.get((bound.kind, bound.name), (0, None))
+        now_us = self._core.now_us()
+        if now_us >= until_us:
+            refusal = self._over_time(bound, bound.rule.gpu_time_us)
+            self._spent[bound.kind, bound.name] = now_us + _FRESH_US, refusal
+        if refusal is not None:
+            raise OverLimit(refusal.what, refusal.mend)
+
+    def _over_time(self, bound: Bound, most: int) -> OverLimit | None:
         window_us = bound.rule.window_us or WINDOW_US
         hours = self._usage.hours(self._core.now_us() - window_us)
         used = sum(_of(bound, each) for _, each in hours)
         if used < most:
-            return
+            return None
         free_us, left = self._core.now_us() + window_us, used
         for hour, each in hours:
             left -= _of(bound, each)
@@ -91,7 +105,7 @@ class Limits:
                 free_us = hour + HOUR_US + window_us
                 break
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(free_us / 1e6))
-        raise OverLimit(
+        return OverLimit(
             f"{bound} has used {used / HOUR_US:.2f} GPU hours in {window_us / HOUR_US:g} h, and {bound.key}.gpu_time "
             f"allows {most / HOUR_US:g}",
             f"Calls are taken again from {when} on; save_state still works",

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from plexrl.config import PoolConfig
 from plexrl.pool import budgets
@@ -31,6 +32,7 @@ class Pool:
         self.config = PoolConfig.model_validate({"state_dir": str(root), "models": {"m": model}, **sections})
         self.book, self.usage, self.layout = Book(), Usage(), Layout(root / "state")
         self.stored = Stored(self.layout)
+        self.now_us = NOW
         for peer in (ALICE, BOB):
             self.book.apply(
                 records.JobAttached(
@@ -38,7 +40,7 @@ class Pool:
                     qos=peer.qos,
                 )
             )  # fmt: skip
-        core = SimpleNamespace(config=self.config, book=self.book, layout=self.layout, now_us=lambda: NOW)
+        core = SimpleNamespace(config=self.config, book=self.book, layout=self.layout, now_us=lambda: self.now_us)
         self.limits = Limits(core, self.usage, self.stored)
 
     def model(self, peer: Peer, name: str, rank: int | None) -> None:
@@ -67,12 +69,14 @@ def train(kind: CallKind, name: str | None = None) -> commands.Train:
 
 def test_jobs_of_a_user_and_the_rule_for_all_others(tmp_path):
     pool = Pool(tmp_path, policies={"users": {"alice": {"jobs": 2}, "*": {"jobs": 1}}})
-    pool.limits.hello(ALICE)  # her second
+    another = {peer: structs.replace(peer, job=f"{9 + peer.uid}.0") for peer in (ALICE, BOB)}
+    pool.limits.hello(another[ALICE])  # her second
     with pytest.raises(OverLimit, match=r"user 'bob' has 1 jobs attached.*policies\.users\.\*\.jobs") as refused:
-        pool.limits.hello(BOB)
+        pool.limits.hello(another[BOB])
     assert (refused.value.status, refused.value.exit_code, refused.value.kind) == (403, 5, "over_limit")
+    pool.limits.hello(structs.replace(BOB, job="8.1"))  # requeued: its first run is on its way out
     pool.book.apply(records.JobEnded(now_us=3, job=BOB.job, reason="over"))
-    pool.limits.hello(BOB)
+    pool.limits.hello(another[BOB])
 
 
 def test_gang_groups_and_host_memory_of_an_account(tmp_path):
@@ -96,6 +100,7 @@ def test_gpu_time_in_a_window(tmp_path):
     for at, used in ((NOW - 25 * HOUR_US, HOUR_US), (NOW - 20 * HOUR_US, HOUR_US), (NOW, HOUR_US)):
         pool.limits.command(ALICE, train(CallKind.FORWARD_BACKWARD))
         pool.used(ALICE, at, used)
+    pool.now_us += 1_000_000  # it is looked at once a second
     with pytest.raises(OverLimit, match=r"user 'alice' has used 2.00 GPU hours in 24 h.*gpu_time allows 2.*from"):
         pool.limits.command(ALICE, train(CallKind.FORWARD_BACKWARD))
     with pytest.raises(OverLimit):
