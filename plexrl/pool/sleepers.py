@@ -20,12 +20,13 @@ log = logging.getLogger("plexrl.head")
 class Sleepers:
     """ended, built: engines that were ended, and built again, in this head's life.
 
-    close(gang): nobody gives the gang anything from now on; returns when nothing is on its way. closed(gang): its
-    engine has ended. Set by who gives them something.
+    close(gang): nobody gives the gang anything from now on; returns when nothing is on its way. take_out(gang): keeps
+    what its paused samples have drawn. closed(gang): its engine has ended. Set by who gives them something.
     """
 
     close: Callable[[str], Awaitable[None]]
     closed: Callable[[str], None]
+    take_out: Callable[[str], Awaitable[None]]
 
     def __init__(self, core: Core, gangs: Gangs, tiers: Tiers, perform: Callable[[Iterable[Action]], None]):
         self._core = core
@@ -46,6 +47,7 @@ class Sleepers:
             return
         log.info("the engine of %s is ended while it sleeps: %s", gang_id, why)
         await self.close(gang_id)
+        await self.take_out(gang_id)
         # What the gang has done stands in the journal before this record: nothing that it keeps for us is lost with it.
         await core.commit(records.Unbuilt(now_us=core.now_us(), gang=gang_id))
         await self._tiers.engine_ends(gang_id)

@@ -35,6 +35,7 @@ class Turns:
         self.switches = Switches(core, groups.gangs, groups.tiers, self.perform)
         self._works = Works(core, groups, self._over)
         groups.tiers.checkpoint_of = self._works.checkpoint_of
+        self.switches.sleepers.take_out = self._works.take_out
         self._results = Results(core, groups.snapshots)
         self._mail: dict[str, asyncio.Queue] = {}
         self._tries: dict[str, int] = {}

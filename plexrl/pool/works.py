@@ -112,6 +112,17 @@ class Works:
                     del self._taking[call_id]
             taking.set_result(None)
 
+    async def take_out(self, gang_id: str) -> None:
+        """Keep what a sampler's paused samples have drawn: its engine ends, and the next one goes on from there."""
+        state = self._core.scheduler.gangs.get(gang_id)
+        if state is None or state.trains or not state.begun:
+            return
+        try:
+            value = await self._gangs.order(gang_id, "take", {"calls": sorted(state.begun)})
+            self._drawn |= {call: drawn for call, drawn in value["drawn"].items() if not self._over(call)}
+        except PlexrlError as error:
+            log.error("samples of %s go on from their beginning: %s", gang_id, error)
+
     def _over(self, call_id: str) -> bool:
         entry = self._core.book.entries.get(call_id)
         return entry is None or entry.ended is not None

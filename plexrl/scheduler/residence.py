@@ -193,7 +193,7 @@ def _may_leave(state: GangState, keep: Collection[GangState]) -> bool:
 def _may_end(state: GangState, keep: Collection[GangState]) -> bool:
     """Whether nothing is lost with its engine once it sleeps: no call is half done there, nobody uses it.
 
-    Samples are drawn again, the same ones.
+    What was drawn of samples is taken out before.
     """
     idle = state.ending is None and not state.active and not (state.trains and state.begun)
     return idle and bool(state.spec.residual_bytes) and _may_leave(state, keep)

@@ -115,7 +115,7 @@ class Pool:
         self.switches = Switches(self.core, self.hosts, self.tiers, self.actions.extend)
         self.switches.on_lost = self.lost.__setitem__
         self.closed: list[str] = []
-        self.switches.sleepers.close = self._close
+        self.switches.sleepers.close, self.switches.sleepers.take_out = self._note("close"), self._note("take out")
         self.switches.sleepers.closed = self.closed.append
         self._clock = 0
         for group in ("a", "b"):
@@ -154,8 +154,11 @@ class Pool:
         self.book.apply(record)
         return asyncio.sleep(0)
 
-    async def _close(self, gang: str) -> None:
-        self.hosts.told.append((gang, "close"))
+    def _note(self, what: str):
+        async def told(gang: str) -> None:
+            self.hosts.told.append((gang, what))
+
+        return told
 
     def ask(self, group: str) -> Switch | Build:
         call = Call(id=f"{group}:1", kind=CallKind.OPTIM_STEP, group=group, deployment=group, job=group, seq=1)
@@ -287,6 +290,7 @@ def test_a_sleeper_is_ended_after_what_it_did_is_written_and_before_the_newcomer
     assert pool.hosts.told == [
         ("b/0", "offload"),
         ("b/0", "close"),
+        ("b/0", "take out"),
         ("b/0", "written"),
         ("b/0", "end"),
         ("a/0", "written"),
