@@ -23,8 +23,6 @@ from plexrl.config.engines import mend_of, missing
 from plexrl.engines.torch.gang import TIMEOUT, Gang
 from plexrl.types import BadInput
 
-_COMPILED = ("deepspeed_shm_comm", "deepspeed_ccl_comm")
-
 
 def check(kind: str) -> None:
     """Raises BadInput when DeepSpeed is not installed, or not the version that this is written against."""
@@ -43,8 +41,8 @@ def load(kind: str, cache_dir: str = "") -> ModuleType:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    for name in _COMPILED:
-        deepspeed.ops.__compatible_ops__[name] = False
+    # Looked up, it would run compilers to find out what could be built.
+    deepspeed.ops.__compatible_ops__ = {}
     _spare_inductor()
     return deepspeed
 
@@ -60,12 +58,12 @@ def initialize(library: ModuleType, module: torch.nn.Module, optimizer: torch.op
 
 
 def join(library: ModuleType, gang: Gang, interface: str, kind: str) -> None:
-    """Have torch's default group be the gang, and DeepSpeed on it. A process is a rank of one gang for its life.
+    """Have torch's default group be the gang, and DeepSpeed on it. A process has one rank for its life.
 
-    Raises BadInput for a second gang of another size.
+    Raises BadInput for a gang in which it has another one.
     """
     if dist.is_initialized():
-        if dist.get_world_size() != gang.world or gang.world > 1:
+        if (dist.get_rank(), dist.get_world_size()) != (gang.rank, gang.world):
             raise BadInput("this process is a rank of another gang already", "Start a process for each rank")
     else:
         store = dist.HashStore() if gang.store is None else dist.PrefixStore("deepspeed", gang.store)
