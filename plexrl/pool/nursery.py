@@ -63,8 +63,10 @@ _decode = msgspec.msgpack.Decoder(Birth | Born | Died).decode
 class Nursery:
     """The agent's side. died(pid, code) is called on the loop for every rank that ends, gone() if the nursery does."""
 
-    def __init__(self, models: Sequence[str], died: Callable[[int, int], None], gone: Callable[[], None]):
-        """models: folders whose model classes are imported ahead."""
+    def __init__(
+        self, models: Sequence[str], died: Callable[[int, int], None], gone: Callable[[], None], kind: str = "cpu"
+    ):
+        """models: folders whose model classes are imported ahead. kind: of the devices that ranks will have."""
         self._died = died
         self._gone = gone
         self._waiting: dict[int, asyncio.Future] = {}
@@ -75,7 +77,7 @@ class Nursery:
                 [sys.executable, "-I", "-m", "plexrl.pool.nursery", str(theirs.fileno()), *models],
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=_environment(),
+                env=_environment(kind),
             )
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._read)
@@ -121,7 +123,7 @@ def rank_fds(count: int) -> list[int]:
     return list(range(10, 10 + count))
 
 
-def _environment() -> dict[str, str]:
+def _environment(kind: str) -> dict[str, str]:
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
     # What a site says of its network, and where its MPS daemons listen.
     site = ("NCCL_", "CUDA_MPS_")
@@ -131,6 +133,8 @@ def _environment() -> dict[str, str]:
         "MKL_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Whoever imports accelerate imports DeepSpeed, and that settles at once for what it sees: here no GPU.
+        "DS_ACCELERATOR": kind,
         # A driver that was spoken to does not survive a fork: here nobody sees a GPU, and who asks is answered by NVML.
         "CUDA_VISIBLE_DEVICES": "",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

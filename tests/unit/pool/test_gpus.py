@@ -46,7 +46,7 @@ def test_the_nursery_asks_the_driver_nothing(tiny_model):
 
     done = subprocess.run(
         [sys.executable, "-I", "-c", _IMPORTS, str(tiny_model)],
-        env=_environment(),
+        env=_environment("cuda"),
         capture_output=True,
         text=True,
         timeout=100,
