@@ -70,7 +70,7 @@ def test_the_helper_leaves_a_proxy_that_ends_with_the_lifeline():
         assert variables["SLURM_PLEXRL_POOL"] == "lab"
         assert variables["NO_PROXY"] == "127.0.0.1,localhost"
         assert re.fullmatch(r"tml-[\w-]{43}", variables["TINKER_API_KEY"])
-        assert (head.hellos[0].job, head.hellos[0].restart) == (41, 2)
+        assert (head.hellos[0].job, head.hellos[0].restart, head.hellos[0].max_staleness) == (41, 2, None)
         (proxy,) = proxies(lifeline)
         shown = Path(f"/proc/{proxy}/cmdline").read_bytes() + Path(f"/proc/{proxy}/environ").read_bytes()
         assert variables["TINKER_API_KEY"].encode() not in shown
@@ -93,8 +93,8 @@ def test_the_helper_leaves_a_proxy_that_ends_with_the_lifeline():
 def test_sigterm_ends_the_proxy_in_order():
     async def scenario(pool):
         head = FakeHead(pool, "one")
-        code, _, _, lifeline = await helper(pool)
-        assert code == 0
+        code, _, _, lifeline = await helper(pool, env=CLEAN | {"PLEXRL_MAX_STALENESS": "3"})
+        assert code == 0 and head.hellos[0].max_staleness == 3
         (proxy,) = proxies(lifeline)
         os.kill(proxy, signal.SIGTERM)
         await until(lambda: head.byes == 1)
@@ -115,6 +115,7 @@ def test_sigterm_ends_the_proxy_in_order():
         (["--lifeline", "99"], CLEAN, r"lifeline"),
         (["--speed", "9"], CLEAN, r"unrecognized arguments: --speed 9"),
         ([], {"PATH": "/bin"}, r"SLURM_JOB_ID"),
+        ([], CLEAN | {"PLEXRL_MAX_STALENESS": "-1"}, r"PLEXRL_MAX_STALENESS is '-1'\. Give how many"),
         ([], CLEAN, r"refused this job: no"),
     ],
 )

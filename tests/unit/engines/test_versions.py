@@ -9,6 +9,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from plexrl.memory.transfer import Memcpy
 from plexrl.types import BadInput, Role
 from tests.unit.engines.conftest import Node, request, run, sft
 from tests.unit.engines.test_sample import BOUND, ask, drain, draws, forced, sampler, tokens
@@ -101,3 +102,33 @@ def test_full_version_draws_by_its_own_weights(models: dict[str, str], tmp_path)
     engine.detach("a")
     engine.add("w", None, ask([7], max_tokens=1))
     drain(engine)
+
+
+def test_an_update_that_breaks_off_draws_nothing(models: dict[str, str], tmp_path, monkeypatch) -> None:
+    """After the first bytes of a new version no token is drawn before all that its layers need is there."""
+    node = Node(1 << 28)
+    slabs = {version: trained(node, models["untied"], None, ord(version), tmp_path / version) for version in "ab"}
+    engine = sampler(node, models["untied"], "full")
+    for version, slab in slabs.items():
+        engine.attach(version, slab, None, True, True, True)
+    engine.add("x", "a", ask([7, 8, 9], max_tokens=2))
+    drain(engine)
+    copy, copies = Memcpy.copy, []
+
+    def breaks(self, target, source) -> None:
+        copies.append(target.numel())
+        if len(copies) == 3:
+            raise OSError("no more of it today")
+        copy(self, target, source)
+
+    engine.add("y", "b", ask([7, 8, 9], 2, max_tokens=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(Memcpy, "copy", breaks)
+        with pytest.raises(OSError, match="no more of it"):
+            engine.step()
+    assert len(copies) == 3 and engine.drawn("y") == (0, b"")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    engine.cancel("y")
+    engine.add("z", "b", ask([7, 8, 9], 2, max_tokens=6))
+    for sequence in drain(engine)["z"].sequences:
+        np.testing.assert_allclose(draws(sequence), forced(model, [7, 8, 9], tokens(sequence)), atol=BOUND)

@@ -134,6 +134,20 @@ def test_provenance_that_does_not_tile(gateway: TinkerGateway, name: str):
         assert what in error.what and error.mend
 
 
+def test_who_drew_the_data_is_told_to_the_head(gateway: TinkerGateway):
+    """Of sampled tokens only; what has no form of the pool's names a session that no pool knows."""
+    body, row = message("ppo"), message("ppo").data[0]
+    for spans in (row.model_input_spans, row.loss_fn_input_spans):
+        for name in ("s0:sample:4:17:1", "s0:sample:4:18:0", "s0:sample:3:1:0", "elsewhere"):
+            spans.add().sampled_tokens.MergeFrom(pb.SampledProvenanceSpan(sequence_id=name, length=1))
+    body.data[0].CopyFrom(row)
+    body.data.append(message("ppo").data[0])
+    assert gateway.parse(forward_backward(body)).drawn_by == ("", "s0:sample:3", "s0:sample:4")
+    body.data[0].model_input_spans[3].prompt_tokens.MergeFrom(pb.PromptProvenanceSpan(sequence_id="x", length=1))
+    body.data[0].loss_fn_input_spans[3].prompt_tokens.MergeFrom(pb.PromptProvenanceSpan(sequence_id="x", length=1))
+    assert gateway.parse(forward_backward(body)).drawn_by == ("s0:sample:3", "s0:sample:4")
+
+
 def test_provenance_that_is_missing(gateway: TinkerGateway):
     bare = message("stable_reinforce")
     del bare.data[0].model_input_spans[:], bare.data[0].loss_fn_input_spans[:]
