@@ -94,6 +94,19 @@ def test_a_failed_leave_is_taken_back_in_descending_order(gate):
     assert gate.holders()[0].state is HELD and gate.holders()[0].low == 64
 
 
+def test_who_takes_back_what_another_has_for_good_gives_up_soon(gate, monkeypatch):
+    """Whatever the patience of those who come: it is not asked of the one that failed."""
+    monkeypatch.setattr("plexrl.memory.gate.FAILED_PATIENCE_S", 0.05)
+    seat = held(gate.seat(0, "a", EXTENT))
+    seat.patience = 600.0
+    seat.leave()
+    seat.release(700)
+    seat.fail()
+    held(gate.seat(1, "b", Extent(64, 100)))
+    with pytest.raises(Held, match="not free after 0.05 s"):
+        seat.held()
+
+
 def test_what_another_holds_is_waited_for_and_named_in_the_error(gate):
     first = held(gate.seat(0, "first", Extent(0, 512)))
     second = impatient(gate.seat(1, "second", Extent(256, 512)))

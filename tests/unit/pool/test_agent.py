@@ -11,10 +11,11 @@ import pytest
 from msgspec import structs
 
 from plexrl.config import Device, Host, Model, Nvme, PoolConfig
+from plexrl.memory.gate import SEATS
 from plexrl.pool import messages as m
 from plexrl.pool.agent import Agent
 from plexrl.pool.nodememory import NodeMemory
-from plexrl.types import DoesNotFit, Extent
+from plexrl.types import DoesNotFit, Extent, Unavailable
 
 MIB = 1 << 20
 
@@ -146,6 +147,18 @@ def test_ranks_that_hardly_lived_leave_no_seat(run):
         assert agent._children == {} and seats == set() and agent._early == {}
 
     run(body)
+
+
+def test_a_gate_without_a_free_seat_is_said_to_be_that_and_not_lack_of_memory(tmp_path):
+    """Nothing is spilled for it, and nobody waits for room."""
+    node = NodeMemory(config(tmp_path), "n1", 1)
+    for _ in range(SEATS):
+        node.take_seat(0)
+    with pytest.raises(Unavailable, match="the gate of GPU 0 of n1 has 64 seats.*not memory"):
+        node.take_seat(0)
+    node.leave_seat(0, 7)
+    assert node.take_seat(0) == 7
+    node.close()
 
 
 def test_the_memory_of_real_gpus_is_not_the_node_s(tmp_path):
