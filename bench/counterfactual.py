@@ -116,7 +116,7 @@ def run(folder: Path, model: Path, works: list[Work]) -> dict[str, Seen]:
         if any(each.returncode for each in started):
             raise PlexrlError(f"a job ended with {[each.returncode for each in started]}\n{pool.logs()}")
     records = read(pool.state / "ledger")
-    models = fits(records, Busy(records))
+    models = fits(records, Busy(records), pretend=True)
     found = {}
     for trace in traces(records, records[-1].now_us).values():
         together, apart = colocated(trace, DEVICE, models), separate(trace, models)

@@ -27,7 +27,7 @@ def chain(
     """The whole chain of the colocated baseline, again from what the report was made of."""
     told = [record for record in records if record.now_us <= published.now_us]
     until, _ = horizon(told, intervals, published.now_us)
-    found = dedicated(told, until, published.device_bytes)
+    found = dedicated(told, until, published.device_bytes, published.pretend)
     return next(together.legs for trace, together, _, _ in found if trace.job == job.job)
 
 

@@ -22,8 +22,8 @@ MODELLED = (CallKind.SAMPLE, CallKind.FORWARD, CallKind.FORWARD_BACKWARD, CallKi
 class Fit(Struct, frozen=True, kw_only=True):
     """A worker group's service model. observed: calls or bursts. error: mean |predicted - seen| / seen over them.
 
-    other_us: mean time of the kinds of calls that the model has nothing for. served_us, cpu_us: of all its calls, what
-    the gangs worked and what the busiest process computed; on pretend GPUs the ratio tells how contended cores were.
+    other_us: mean time of the kinds of calls that the model has nothing for. served_us, cpu_us: of what was observed,
+    how long gangs worked and the busiest process computed; on pretend GPUs the ratio tells how contended cores were.
     """
 
     group: str
@@ -73,26 +73,26 @@ def done(records: Sequence[r.Record], busy: Busy) -> list[Done]:
     return found
 
 
-def fits(records: Sequence[r.Record], busy: Busy) -> dict[str, Fit]:
-    """By worker group, of those that worked."""
+def fits(records: Sequence[r.Record], busy: Busy, pretend: bool = False) -> dict[str, Fit]:
+    """By worker group, of those that worked. pretend: GPUs are cores, and CPU seconds tell how contended these were."""
     by_group: dict[str, list[Done]] = defaultdict(list)
     for each in done(records, busy):
         by_group[each.call.group].append(each)
-    return {group: _fit(group, mine, busy) for group, mine in by_group.items()}
+    return {group: _fit(group, mine, busy, pretend) for group, mine in by_group.items()}
 
 
-def _fit(group: str, mine: Sequence[Done], busy: Busy) -> Fit:
-    samples = [each for each in mine if each.call.kind is CallKind.SAMPLE]
-    seen = list(_bursts(samples, busy))
+def _fit(group: str, mine: Sequence[Done], busy: Busy, pretend: bool) -> Fit:
+    told = list(_bursts([each for each in mine if each.call.kind is CallKind.SAMPLE], busy))
     others: dict[str, list[int]] = defaultdict(list)
     for each in mine:
         if each.call.kind in MODELLED and each.call.kind is not CallKind.SAMPLE:
-            seen.append(Observation(kind=each.call.kind, tokens=each.tokens, seconds_us=each.served_us))
+            one = Observation(kind=each.call.kind, tokens=each.tokens, seconds_us=each.served_us)
+            told.append((one, each.cpu_us))
         elif each.call.kind not in MODELLED:
             others[each.call.kind].append(each.served_us)
-    seen = [one for one in seen if one.seconds_us > 0]
+    told = [(one, cpu_us) for one, cpu_us in told if one.seconds_us > 0]
+    seen = _uncontended(told) if pretend else [one for one, _ in told]
     service = _scaled(ServiceModel.fit(seen)[0], seen) if seen else ServiceModel()
-    alone = sum(each.served_us for each in mine if each.call.kind is not CallKind.SAMPLE)
     return Fit(
         group=group,
         calls=len(mine),
@@ -100,13 +100,28 @@ def _fit(group: str, mine: Sequence[Done], busy: Busy) -> Fit:
         service=service,
         error=sum(abs(_predicted(service, one) / one.seconds_us - 1) for one in seen) / len(seen) if seen else 0.0,
         other_us={kind: sum(times) // len(times) for kind, times in others.items()},
-        served_us=alone + sum(one.seconds_us for one in seen if one.kind is CallKind.SAMPLE),
-        cpu_us=sum(each.cpu_us for each in mine),
+        served_us=sum(one.seconds_us for one, _ in told),
+        cpu_us=sum(cpu_us for _, cpu_us in told),
     )
 
 
-def _bursts(samples: Sequence[Done], busy: Busy) -> Iterable[Observation]:
-    """Per gang and stretch of time without a gap: all prompts, the decode steps, and how many sequences a step had."""
+def _uncontended(told: Sequence[tuple[Observation, int]]) -> list[Observation]:
+    """On cores that somebody else uses too, work takes longer than it would alone, and a baseline made of it would grow
+    with the contention. So nothing counts for longer than its CPU seconds times what the group's least contended tenth
+    took for one of them."""
+    ratios = sorted(one.seconds_us / cpu_us for one, cpu_us in told if cpu_us)
+    if not ratios:
+        return [one for one, _ in told]
+    least = max(1.0, ratios[(len(ratios) - 1) // 10])
+    return [
+        structs.replace(one, seconds_us=min(one.seconds_us, round(least * cpu_us))) if cpu_us else one
+        for one, cpu_us in told
+    ]
+
+
+def _bursts(samples: Sequence[Done], busy: Busy) -> Iterable[tuple[Observation, int]]:
+    """Per gang and stretch of time without a gap: all prompts, the decode steps, how many sequences a step had; and the
+    CPU time, microseconds."""
     by_gang: dict[str, list[Done]] = defaultdict(list)
     for each in samples:
         by_gang[each.gang].append(each)
@@ -122,7 +137,7 @@ def _bursts(samples: Sequence[Done], busy: Busy) -> Iterable[Observation]:
         yield _burst(gang, burst, busy)
 
 
-def _burst(gang: str, burst: Sequence[Done], busy: Busy) -> Observation:
+def _burst(gang: str, burst: Sequence[Done], busy: Busy) -> tuple[Observation, int]:
     start, end = burst[0].start_us, max(each.end_us for each in burst)
     drawn = sum(each.tokens for each in burst)
     lengths = [each.tokens / max(1, each.call.sequences) for each in burst]
@@ -130,13 +145,14 @@ def _burst(gang: str, burst: Sequence[Done], busy: Busy) -> Observation:
     batch = sum((each.end_us - each.start_us) * each.call.sequences for each in burst) / max(1, end - start)
     steps = max(max(lengths), drawn / max(1.0, batch))
     moved = sum(max(0, busy.served(gang, each.start_us, each.end_us) - each.served_us) for each in burst)
-    return Observation(
+    observed = Observation(
         kind=CallKind.SAMPLE,
         prompt_tokens=sum(each.call.prompt_tokens for each in burst),
         tokens=round(steps),
         batch=drawn / steps,
         seconds_us=max(0, (busy.served(gang, start, end) or end - start) - moved),
     )
+    return observed, sum(each.cpu_us for each in burst)
 
 
 def _scaled(service: ServiceModel, seen: Sequence[Observation]) -> ServiceModel:

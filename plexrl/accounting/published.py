@@ -125,7 +125,7 @@ def compute(
     laid = segments(spans(records, until), holding)
     charges = charge(laid, holding)
     jobs = []
-    for trace, together, apart, models in dedicated(records, until, device_bytes):
+    for trace, together, apart, models in dedicated(records, until, device_bytes, pretend):
         alone, split = per_minute(together), per_minute(apart)
         charged = charges.jobs.get(trace.job, {})
         minutes = sorted(charged.keys() | alone.keys() | split.keys())
@@ -164,11 +164,11 @@ def compute(
 
 
 def dedicated(
-    records: Sequence[r.Record], until: int, device_bytes: int | None
+    records: Sequence[r.Record], until: int, device_bytes: int | None, pretend: bool = False
 ) -> Iterator[tuple[Trace, Replay, Replay, dict[str, Fit]]]:
     """Every job that attached, with its two baselines, colocated and split, and the models behind them."""
     told = [record for record in records if record.now_us <= until]
-    models = fits(told, Busy(told))
+    models = fits(told, Busy(told), pretend)
     heard = max((record.now_us for record in records), default=until)
     for trace in traces(told, min(until, heard)).values():
         yield trace, colocated(trace, device_bytes, models), separate(trace, models), models

@@ -94,7 +94,9 @@ def test_each_gpu_second_is_charged_once(site: Site):
         assert all(was[account] == now[account] for account in ("ml", "bio"))
     # ... PlexRL's ledger books the same seconds on the users and the pool's owner, each of them once.
     assert set(charged) == {"ml", "bio"} and all(charged.values())
-    assert [job["declared_gpus"] for job in report["jobs"]] == [1, 1] and all(job["partition"] for job in report["jobs"])
+    assert [job["declared_gpus"] for job in report["jobs"]] == [1, 1] and all(
+        job["partition"] for job in report["jobs"]
+    )
     ledger = sum(charged.values()) + report["overhead_gpu_seconds"] + report["unattributed_gpu_seconds"]
     assert abs(ledger - of_pool) <= 2 * report["gpus"], report
     # As Slurm would let: users see their own jobs, a coordinator the account's, an operator all.

@@ -72,3 +72,20 @@ def test_calls_that_failed_or_never_ran_teach_nothing():
     scene.call(10, "11.0", "t:0", "t", TRAIN)
     scene.end(11, "11.0", "t:0", cpu=1, gang="")
     assert fitted(scene) == {}
+
+
+@pytest.mark.parametrize("pretend", [True, False])
+def test_contended_cores_do_not_make_a_baseline_larger(pretend):
+    """Nine of ten calls took three times as long as they computed: on pretend GPUs the tenth tells what alone means."""
+    scene = Scene()
+    scene.place(5, "t", Role.TRAIN)
+    at = 10.0
+    for number in range(10):
+        wall = 1.1 if number == 4 else 3.0
+        scene.call(at, "11.0", f"t:{number}", "t", TRAIN)
+        scene.span("n1:0", at, at + wall, "busy", "t/0", j11_0=1)
+        at += wall
+        scene.end(at, "11.0", f"t:{number}", cpu=1, gang="t/0", wall=wall)
+    found = fits(scene.records, Busy(scene.records), pretend)["t"]
+    assert found.call_us(TRAIN, 10) == pytest.approx(1_100_000 if pretend else 2_810_000, rel=0.01)
+    assert found.served_us / found.cpu_us == pytest.approx(2.81)  # and the report says how contended they were
