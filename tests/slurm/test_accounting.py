@@ -25,7 +25,7 @@ def site(cluster, tiny_model) -> Iterator[Site]:
 
 
 def sreport(site: Site) -> dict[str, int]:
-    """GPU-seconds by account, from jobs; its other reports know closed hours only."""
+    """GPU-seconds by account. It counts whole hours: what ran in this one may not be in it yet."""
     command = ["sreport", "-nP", "-t", "Seconds", "-T", "gres/gpu", "job", "SizesByAccount", "FlatView"]
     rows = site.cluster.run("root", [*command, "Start=now-2hours", "End=now+1hour"]).stdout.splitlines()
     cells = [row.split("|") for row in rows]
