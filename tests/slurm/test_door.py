@@ -138,6 +138,13 @@ def test_the_helper_gets_what_it_needs_and_nothing_else(door: Door):
     assert numbers <= {"0", "1", "2", "3", "4"}  # 4: ls's own
 
 
+def test_how_old_versions_may_be_is_told_to_the_helper(door: Door):
+    job = door.run(POOL, env={"PLEXRL_MAX_STALENESS": "2"})
+    assert "PLEXRL_MAX_STALENESS=2" in (door.seen / f"{job.number}.helper").read_text().splitlines()
+    late = door.run(POOL, script="echo SCRIPT-RAN", env={"PLEXRL_MAX_STALENESS": "1" * 40})
+    not_started(late, "PLEXRL_MAX_STALENESS cannot be read, or is too long for a number")
+
+
 def test_a_requeued_job_attaches_again(door: Door):
     script = "echo again=$TINKER_API_KEY; [ $SLURM_RESTART_COUNT ] || sleep 100"
     job = door.job(door.submit(POOL, "--requeue", script=script, env={"SLURM_RESTART_COUNT": "7"}))
