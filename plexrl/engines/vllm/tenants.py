@@ -7,13 +7,14 @@ where a prompt's logprobs are wanted beside adapters. On GPUs its kernels do non
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -36,6 +37,9 @@ class Tenants:
         wrapper.update_metadata = self._note
         wrapper.add_lora_linear = self._add_linear
         wrapper.add_lora_logits = self._add_logits
+        for module in self._manager.modules.values():
+            if hasattr(module, "_apply_sync"):
+                module.apply = self._apply(module)
         self._prompt_logprobs = runner._get_prompt_logprobs_dict
         runner._get_prompt_logprobs_dict = self._each_prompt
 
@@ -44,6 +48,16 @@ class Tenants:
         self._update(*args, **kwargs)
         self._tokens = _groups(self._wrapper.token_lora_indices)
         self._draws = _groups(self._wrapper.sampler_indices)
+
+    def _apply(self, module: BaseLayerWithLoRA) -> Callable[..., Tensor]:
+        """What an adapted module does; as little as the plain one while no row has an adapter."""
+        plain, base = module._get_quant_method(), module.base_layer
+
+        def apply(x: Tensor, bias: Tensor | None = None) -> Tensor:
+            output = plain.apply(base, x, bias)
+            return module._apply_lora_to_output(x, output) if self._tokens else output
+
+        return apply
 
     def _add_linear(
         self,
