@@ -40,6 +40,11 @@ def _lifecycle(registry: Registry):
     return Lifecycle(registry, SlurmCommands() if shutil.which("sbatch") else None)
 
 
+def _say(as_json: bool, words: str, **facts: object) -> None:
+    """Words for people, or the same as JSON."""
+    print(msgspec.json.encode(facts).decode() if as_json else words)
+
+
 def _placeable(config: str | Path, gpus: int | None = None) -> None:
     """Refuse a configuration that a pool (of so many GPUs) could not serve. Raises BadInput with file, line, mend."""
     from plexrl.config import read
@@ -56,6 +61,7 @@ def declare(
     owner: str = typer.Option("", help="Service account; default: service_user of the file."),
     private: bool = typer.Option(False, "--private", help="A pool of your own, for your uid only, without Slurm."),
     fresh: bool = typer.Option(False, "--fresh", help="Remove what the pool left: journal, ledger, logs, checkpoints."),
+    as_json: bool = _JSON,
 ) -> None:
     """Make a pool known for good; done once, as root: it makes the pool's folders and holds its licence until it is up.
 
@@ -72,7 +78,8 @@ def declare(
         life.make_folder(Path(declared.state_dir), declared.owner_uid, 0o700)
         life.make_folder(reports_of(registry, name), declared.owner_uid, 0o755)
         life.hold(name)
-    print(f"pool {name} is declared for uid {declared.owner_uid}, {declared.kind}, configured by {declared.config}")
+    told = f"pool {name} is declared for uid {declared.owner_uid}, {declared.kind}, configured by {declared.config}"
+    _say(as_json, told, **msgspec.structs.asdict(declared))
 
 
 @app.command()
@@ -84,6 +91,7 @@ def start(
     config: Path | None = typer.Option(None, "--config", metavar="FILE", help="Declare it again with this file first."),
     wait: float = typer.Option(300.0, help="Seconds to wait until it is ready; 0: do not wait."),
     option: list[str] = typer.Option([], "--sbatch", metavar="OPTION", help="One more option for sbatch; repeatable."),
+    as_json: bool = _JSON,
 ) -> None:
     """Submit the pool as a Slurm job of its service account; as that account or root, with `plexrl` on the PATH."""
     books = trusted(registry)
@@ -94,10 +102,12 @@ def start(
         life.declare(name, config, account_of(books.declared(name).owner_uid), private=False)
     _placeable(books.declared(name).config, nodes * gpus_per_node)
     job = life.start(name, nodes, gpus_per_node, option)
-    print(f"pool {name} is Slurm job {job}")
-    if wait:
-        live = life.wait(name, job, wait)
-        print(f"pool {name} is ready, epoch {live.epoch}")
+    if not as_json:
+        print(f"pool {name} is Slurm job {job}")
+    live = life.wait(name, job, wait) if wait else None
+    if live is not None or as_json:
+        epoch = live.epoch if live else None
+        _say(as_json, f"pool {name} is ready, epoch {epoch}", pool=name, slurm_job=job, epoch=epoch)
 
 
 @app.command("list")
@@ -175,14 +185,14 @@ def _print_status(found: dict) -> None:
 
 
 @app.command()
-def drain(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS) -> None:
+def drain(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
     """Grant no new turns, let open ones end for some seconds, end the pool; `stop` also waits for that."""
     job = _lifecycle(trusted(registry, pool_uids)).drain(name)
-    print(f"pool {name} (Slurm job {job}) drains")
+    _say(as_json, f"pool {name} (Slurm job {job}) drains", pool=name, slurm_job=job)
 
 
 @app.command()
-def reload(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS) -> None:
+def reload(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
     """Let the pool read its plexrl.yaml again: shares, tenants, policies, budgets, limits, scheduler, models' accounts.
 
     It takes the whole file up or nothing of it; other changes wait for the next start. Ends with 0 when it is taken up.
@@ -199,17 +209,18 @@ def reload(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_
         if told["readings"] > before["readings"]:
             if told["refused"]:
                 raise BadInput(f"pool {name} keeps what it had: {told['refused']}")
-            print(f"pool {name} has taken {declared.config} up")
+            _say(as_json, f"pool {name} has taken {declared.config} up", pool=name, slurm_job=job, taken_up=True)
             return
         time.sleep(0.5)
-    print(f"pool {name} (Slurm job {job}) is told to read {declared.config}; its status tells what came of that")
+    told = f"pool {name} (Slurm job {job}) is told to read {declared.config}; its status tells what came of that"
+    _say(as_json, told, pool=name, slurm_job=job, taken_up=None)
 
 
 @app.command()
-def stop(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS) -> None:
+def stop(name: str = _NAME, registry: str = _REGISTRY, pool_uids: str = _POOL_UIDS, as_json: bool = _JSON) -> None:
     """Drain the pool and wait until its Slurm job has ended; what has not after a minute is cancelled."""
     job = _lifecycle(trusted(registry, pool_uids)).stop(name)
-    print(f"pool {name} (Slurm job {job}) has ended")
+    _say(as_json, f"pool {name} (Slurm job {job}) has ended", pool=name, slurm_job=job)
 
 
 @app.command()
