@@ -114,8 +114,8 @@ class Seats:
         """The GPUs of one gang, in the pool's order, or None. One node before several, fresh GPUs before siblings'.
 
         alike: rather GPUs that have time for all that is there and for this, the fullest first; and of those, or where
-        none has time and they are less than half the gang's duty fuller, rather all the GPUs of a gang as wide: the
-        two wait for each other, and for nobody else.
+        none has time, rather all the GPUs of a gang as wide: the two wait for each other, and for nobody else. (Where
+        GPUs take all roles only if they are less than half the gang's duty fuller than others.)
         """
         self._refresh(want.bounds)
         newcomer = not want.own and not want.avoid
@@ -137,14 +137,15 @@ class Seats:
                     return found
         for search in searches:
             for fresh in (True, False) if want.taken else (True,):
-                if alike and (found := search(timely, fresh)):
-                    return found
-                found = search(want, fresh)
-                if found and alike:
+                same = None
+                if alike:
+                    if found := search(timely, fresh):
+                        return found
                     same = self._same(want, fresh)
-                    found = same if same and _fullest(same) <= _fullest(found) + want.duty // 2 else found
-                if found:
-                    return found
+                    if same and same[0][2].role is not GpuRole.ANY:
+                        return same
+                if found := search(want, fresh):
+                    return same if same and _fullest(same) <= _fullest(found) + want.duty // 2 else found
         return None
 
     def entries(self, node: Node, want: Want, fresh: bool) -> list[Entry]:
