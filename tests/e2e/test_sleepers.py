@@ -1,5 +1,7 @@
 """Engines that are ended while they sleep: the next ones adopt what they left, and nobody notices."""
 
+import pytest
+
 from plexrl.types import records
 
 from .journals import applied_once, model_of, of_kind, same_training, status_of
@@ -21,13 +23,16 @@ def ended(pool: LocalPool) -> int:
     return sum(not record.built for record in of_kind(pool, records.Unbuilt))
 
 
+@pytest.mark.timeout(900)  # four runs of programs, two heads
 def test_training_goes_on_bit_for_bit_in_engines_that_are_built_again(local_pool, tiny_model, tmp_path):
     """A full-parameter model and an adapter in turns on one GPU; of both the engine is ended, and once the head too."""
     model = {"micro_batch_tokens": 128, "sample": {"replicas": 1, "kv_bytes": 1 << 18, "max_batch": 4}}
     pool = local_pool(device=device_for_one(tiny_model), model=model, scheduler=SCHEDULER)
-    steps = {"full": 6, "adapter": 24}
+    steps = {"full": 5, "adapter": 12}
     ranks = {"full": "0", "adapter": "8"}
-    runs = {name: ("--rank", ranks[name], "--steps", str(n), "--lr", "1e-3") for name, n in steps.items()}
+    runs = {
+        name: ("--rank", ranks[name], "--steps", str(n), "--rows", "8", "--lr", "1e-3") for name, n in steps.items()
+    }
     alone = {name: pool.run("sft.py", *args) for name, args in runs.items()}
     here = ("--folder", str(tmp_path), "--think", "0.1")
     together = {name: pool.popen("sft.py", *args, *here, "--name", name) for name, args in runs.items()}
