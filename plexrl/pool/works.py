@@ -60,6 +60,9 @@ class Works:
             try:
                 works.append(await self._prepare(action.gang, entry.accepted))
             except PlexrlError as error:
+                if entry.accepted.call.kind is CallKind.SAMPLE and action.gang not in self._gangs.hosts:
+                    # Its replica died meanwhile: the scheduler drops the call with the gang, and it is drawn again.
+                    continue
                 self._on_over(call_id)
                 core.fail(call_id, str(error), category_of(error))
         # Who was cancelled while we waited must not begin: the gang may have been switched out since.
