@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
@@ -13,16 +12,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from plexrl.engines import layout
 from plexrl.engines.protocol import EngineSpec, UserError
-from plexrl.engines.torch import adam, batch, files
+from plexrl.engines.torch import adam, batch, files, saving
 from plexrl.engines.torch.crossing import Tally
 from plexrl.engines.torch.deployment import OPTIMIZER_FILE, Deployment
 from plexrl.engines.torch.form import OPTIMIZER, Bound, Form, Whole
 from plexrl.engines.torch.gang import Gang
-from plexrl.engines.torch.home import Home, check_size, manifest
+from plexrl.engines.torch.home import Home
 from plexrl.engines.torch.microbatch import in_order
-from plexrl.engines.torch.pieces import assembled
 from plexrl.engines.torch.residence import Residence
 from plexrl.memory.arena import ArenaMap
 from plexrl.memory.device import Device
@@ -212,7 +209,7 @@ class Trainer:
         """See protocol.TrainEngine. slab None: another rank of this node packs it."""
         target = self._residence.find(deployment)
         bound, tally = self._use(target, "weights")
-        self._pack(target, bound, deployment, slab)
+        saving.pack(self._home, self._gang, target, bound, deployment, slab)
         if folder is not None:
             self._write(target, bound, folder, optimizer=False)
         return tally.moved
@@ -273,39 +270,8 @@ class Trainer:
             bound.grads.copy_(before)
             target.state.mark("grads", DIRTY)
 
-    def _pack(self, target: Deployment, bound: Bound, deployment: str, slab: Slab | None) -> None:
-        """The weights into a snapshot slab; without one, this rank's part of them to the ranks that have one."""
-        arena, shape = self._home.arena, target.shape
-        specs = self._home.base_specs if shape is None else self._home.adapter_specs(shape)
-        if slab is not None:
-            check_size(f"a version of {deployment!r}", slab, layout.packed(specs))
-        if bound.weights is not None:
-            if slab is not None:
-                arena.store(slab, bound.weights)
-        else:
-            views = {} if slab is None else manifest({"weights": specs}).views(arena.view(slab))["weights"]
-            pieces = bound.pieces("weights")
-            for name, tensor in zip(pieces, assembled(pieces, self._gang), strict=True):
-                if views:
-                    views[name].copy_(tensor)
-        if slab is not None:
-            arena.drop(slab, readonly=False)
-
     def _write(self, target: Deployment, bound: Bound, folder: Path, optimizer: bool) -> None:
-        stored = target.stored(bound, optimizer)
-        streams = [assembled(pieces, self._gang) for _, pieces in stored]
-
-        def write() -> None:
-            try:
-                if self._spec.rank == 0:
-                    with files.replacing(folder) as work:
-                        for (name, pieces), tensors in zip(stored, streams, strict=True):
-                            files.write_tensors(work / name, pieces, tensors, {"format": "pt"})
-                        target.complete(self._home, work)
-            finally:
-                for tensors in streams:
-                    deque(tensors, maxlen=0)  # whatever failed here, the other ranks give their parts
-
+        write = saving.writer(self._home, self._gang, target, bound, folder, optimizer)
         self._together(write, f"save to {folder}")
 
     def _together(self, action: Callable[[], T], what: str) -> T:
