@@ -6,7 +6,7 @@ import numpy as np
 MODEL = "smollm2-135m"
 DTYPE = "bfloat16"
 LENGTH = 64
-MICRO_BATCH = 4
+MICRO_BATCH = 2
 
 
 class Work(msgspec.Struct, frozen=True):
