@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from plexrl.scheduler.load import ONE, Card
-from plexrl.scheduler.want import Want, heap
+from plexrl.scheduler.want import FITS, Want, heap
 from plexrl.types import GpuRole, Role
 
 LOOK = 8
@@ -158,6 +158,8 @@ class Seats:
     def _entry(self, card: Card, want: Want, fresh: bool) -> Entry | None:
         """A GPU and how it compares; None if it may not take the gang."""
         taken = want.taken.get(card, 0)
+        if card.role not in FITS[want.role]:
+            return None  # a gang of this role may live there that was placed otherwise
         if (fresh and taken) or not card.holds(want) or card.name in want.avoid:
             return None
         if (taken + 1) * want.duty > want.bounds[want.mask]:
