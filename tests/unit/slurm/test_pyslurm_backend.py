@@ -22,9 +22,7 @@ def backend(tmp_path: Path, python: str | Path, version: str = "25.11.7", **opti
 
 
 def test_a_pyslurm_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(
-        BadInput, match=r"cannot be imported: No module named 'pyslurm'.*slurm_backend: commands"
-    ):
+    with pytest.raises(BadInput, match=r"cannot be imported: No module named 'pyslurm'.*slurm_backend: commands"):
         backend(tmp_path, sys.executable).jobs([1])
 
 
