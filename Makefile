@@ -54,6 +54,10 @@ bench: setup $(MODEL)/config.json ## every figure that the docs quote
 	$(BIN)/python -m bench.solo --json
 	$(BIN)/python -m bench.scheduler --json
 	$(BIN)/python -m bench.ablation --json
+	$(BIN)/python -m bench.turnabout --json
+	$(BIN)/python -m bench.train --json
+	$(BIN)/python -m bench.sample --json
+	$(BIN)/python -m bench.publish --json
 
 lint: setup ## ruff, in the form that the code is kept in
 	$(BIN)/ruff check .
