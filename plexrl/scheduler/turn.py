@@ -14,7 +14,13 @@ from plexrl.types import Call, CallKind
 
 _MANY_YEARS = 1 << 62
 GIVE_WAY = 24  # ours: a sampler gives way to a gang that keeps GPUs free after this part of its quantum
+_READ_AGAIN_US = 600_000_000  # ours: no sampler takes longer to compute its prefixes again
 _UNSEEN = Learned()
+
+
+def patient_us(quantum_us: int, fruitless: int) -> int:
+    """A sampler's quantum after so many turns in a row in which no call ended."""
+    return min(quantum_us << min(fruitless, 30), max(quantum_us << 3, _READ_AGAIN_US))
 
 
 class Others(NamedTuple):
@@ -121,12 +127,13 @@ class OpenTurn:
     def full_us(self, policy: Policy) -> int:
         """When its quantum is over.
 
-        A sampler's is doubled after each turn in which no call ended, up to 8 times (ours): to compute again what it
-        had drawn before it left the device may take all that a quantum has time for.
+        A sampler's is doubled after each turn in which no call ended, up to 8 times or ten minutes (ours): to compute
+        again what it had drawn before it left the device may take all that a quantum has time for, and if no turn were
+        ever longer than that, nothing would ever end.
         """
         quantum = policy.quantum_us
         if not self.state.trains:
-            quantum = policy.sample_quantum_us << min(self.state.fruitless, 3)
+            quantum = patient_us(policy.sample_quantum_us, self.state.fruitless)
         return max(self.opened_us + quantum, self.least_us(policy))
 
     def least_us(self, policy: Policy) -> int:

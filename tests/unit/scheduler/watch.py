@@ -326,10 +326,11 @@ class Watch:
         return len(found) - 1
 
     def _quantum(self, engine: Engine) -> int:
-        """A sampler's is its own, and doubled after every turn in which none of its calls ended, thrice at most."""
+        """A sampler's is its own, doubled after every turn in which none of its calls ended: 8 times or ten minutes."""
         if engine.spec.role is Role.TRAIN:
             return self.pool.policy.quantum_us
-        return self.pool.policy.sample_quantum_us << min(3, self.fruitless.get(engine.gang.id, 0))
+        quantum = self.pool.policy.sample_quantum_us
+        return min(quantum << min(30, self.fruitless.get(engine.gang.id, 0)), max(8 * quantum, 600_000_000))
 
     def _slice(self) -> int:
         """Rule 9's quantum + switch + longest piece, as seen; a policy lets a turn overrun to reach its optim_step."""
