@@ -115,7 +115,7 @@ def data(loss: str) -> list[Datum]:
 def same(found: dict, expected: dict, bound: float) -> None:
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=bound)
     for one, other in zip(found["logprobs"], expected["logprobs"], strict=True):
-        np.testing.assert_allclose(one, other, atol=bound)
+        np.testing.assert_allclose(one, other, rtol=bound, atol=bound)
 
 
 @pytest.mark.timeout(400)
