@@ -87,8 +87,9 @@ class Copies(Books):
             state.ending = None
         state.begun.clear()
         self._move(state, Residency.COLD)
-        # Whose turn with it waits needs it at once.
-        state.unbuilt = not any(self.calls[name][0].call.peer == state.spec.group for name in self._unions)
+        # Whose turn with it waits needs it at once; the first replica is the one for that.
+        first = self.groups[state.spec.group][0] is state
+        state.unbuilt = not (first and any(self.calls[c][0].call.peer == state.spec.group for c in self._unions))
         state.switch.build_us = state.builds.mean
         self._look_again(state)
         self._enlist(state)
@@ -137,7 +138,10 @@ class Copies(Books):
         state = min(waiters, key=lambda waiter: key(self, waiter)).state
         if state.residency is not Residency.HOST or state.ending or state.peers or state.id in self._crowded:
             return
-        at_work = {member for gpu in state.gpus if (t := self.held.get(gpu)) for member in (t.state, *t.peers)}
+        turns = [held_by for gpu in state.gpus if (held_by := self.held.get(gpu)) is not None]
+        if any(member.arrival is None for held_by in turns for member in held_by.to_load):
+            return  # room has been made there for somebody who has not begun to come in
+        at_work = {member for held_by in turns for member in (held_by.state, *held_by.peers)}
         keep = {state, *at_work, *(w.state for w in held)}
         leave = self.residence.victims([state], self.now, keep, ends=False)
         if leave is None:

@@ -227,6 +227,7 @@ class Grants(Copies):
         if state.arrival:
             self._broken_off(state.arrival, ())
         state.ending, state.unbuilt, state.wanted, state.switch.build_us = None, False, False, 0
+        self._crowded.discard(state.id)  # host memory was short for a state that is no more
         self._move(state, Residency.LOST)
         if turn and turn.state is not state and turn.phase is not Phase.SWITCH:
             self._part(turn, state, reason)

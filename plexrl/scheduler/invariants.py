@@ -40,7 +40,9 @@ def _turns(s: Core) -> None:
         else:
             coming = [member for member in members if member.residency is Residency.LOADING]
             assert coming, f"rule 3: {state.id} is in phase {turn.phase} and nobody comes in"
-            assert all(m.arrival and m.arrival.turn is turn for m in coming[:1]), f"rule 7: nobody opens {state.id}"
+            # Another member may be coming already for a turn that is no more; the one that is next opens this one.
+            opens = turn.to_load[0]
+            assert opens in coming and opens.arrival.turn is turn, f"rule 7: nobody opens {state.id}"
         if turn.phase is Phase.OPEN:
             assert (turn.drained_us is not None) == (not turn.runnable), f"rule 10: {name} forgot that it is drained"
             assert state.active or not state.queue, f"rule 3: {state.id} is granted, has calls, and runs none"

@@ -1,6 +1,7 @@
 """Engines that sleep are ended where the GPUs have no room for what they keep, and built again when they are wanted."""
 
 from math import inf
+from random import Random
 
 import pytest
 
@@ -111,6 +112,16 @@ def test_what_is_broken_off_ends_nobody(pool):
     ex.answer(ex.engines["d/0"], ok=False)
     assert at(ex, "d") is Residency.LOST and at(ex, "a") is Residency.HOST
     step(ex, "a", 1)
+
+
+def test_who_was_short_of_host_memory_and_is_lost_sends_nobody_away_when_it_is_built_again(pool):
+    ex = pool("a")
+    ex.place("d", Role.TRAIN, "d", 300, residual_bytes=0, build=False)
+    ex.undo(ex.engines["d/0"], (), crowded=True)
+    ex.lose(ex.engines["d/0"], Random(1))
+    step(ex, "a", 1)
+    ex.do(ex.scheduler.rebuild(ex.now, "d/0"))
+    assert isinstance(ex.engines["d/0"].order, Build) and ex.last(Build).evict == ()
 
 
 def test_what_keeps_more_than_was_promised_is_ended_in_its_leaving(pool):

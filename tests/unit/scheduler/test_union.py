@@ -207,3 +207,33 @@ def test_a_gang_is_built_whatever_its_first_call_waits_for():
     assert ex.engines["t/0"].built
     ex.submit("t", "t", FB, 3)
     assert "t:3" not in ex.started  # behind the publication, which waits for the peer's engine
+
+
+def test_room_that_was_made_for_a_peer_is_not_given_to_a_prefetch():
+    """t takes 600 bytes of a GPU first, s then the other 400; x, which waits on the next GPU as well, would fit between."""
+    policy = Policy(paranoid=True, max_stretch=UNBOUNDED, order="fifo", anticipation_us=0)
+    ex = Executor({"n:0": 1000, "n:1": 1000}, policy, virtual=True)
+    ex.do(ex.scheduler.startup_done(0))
+    ex.put("t", Role.TRAIN, "t", ["n:0"], 600)
+    ex.put("s", Role.SAMPLE, "s", ["n:0"], 400)
+    ex.put("x", Role.TRAIN, "x", ["n:0", "n:1"], 100)
+    ex.put("y", Role.TRAIN, "y", ["n:1"], 100, resident=True)
+    ex.submit("y", "y", FB, 1)
+    ex.submit("t", "t", PUBLISH, 1, peer="s")
+    ex.submit("x", "x", FB, 1)
+    assert [engine.gang.id for engine in ex.engines.values() if engine.order] == ["t/0"]
+    ex.answer(ex.engines["t/0"])
+    ex.answer(ex.engines["s/0"])
+    assert ex.started == ["y:1", "t:1"]
+
+
+def test_other_replicas_than_the_peer_need_no_engine_for_it():
+    """Two replicas of which only one had room for its engine ended each other's for ever, and the call never ran."""
+    ex = pair([0], [1])
+    ex.put("r", Role.SAMPLE, "r", [["n1:2"], ["n1:3"]], 320)
+    ex.submit("t", "t", PUBLISH, 1, peer="r")
+    for name in ("r/0", "r/1"):
+        if not ex.engines[name].order:
+            ex.engines[name].die()
+            ex.do(ex.scheduler.unbuilt(ex.now, name))
+    assert ex.engines["r/1"].order is None and ex.scheduler.gangs["r/1"].unbuilt
