@@ -210,7 +210,7 @@ def test_a_gang_is_built_whatever_its_first_call_waits_for():
 
 
 def test_room_that_was_made_for_a_peer_is_not_given_to_a_prefetch():
-    """t takes 600 bytes of a GPU first, s then the other 400; x, which waits on the next GPU as well, would fit between."""
+    """t takes 600 bytes of a GPU first, s then the other 400; x, which waits on the next GPU too, would fit between."""
     policy = Policy(paranoid=True, max_stretch=UNBOUNDED, order="fifo", anticipation_us=0)
     ex = Executor({"n:0": 1000, "n:1": 1000}, policy, virtual=True)
     ex.do(ex.scheduler.startup_done(0))
