@@ -41,8 +41,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
             # A slot of rank 4096 is larger than the device; two states of rank 512 are larger than the arena.
             "vast": {**tiny, "lora": {"max_rank": 4096, "slots": 1}},
             "heavy": {**tiny, "lora": {"max_rank": 512, "slots": 1}},
-            # Its KV memory fits the device, and could be parked on a host with nothing else on it.
-            "hoarder": {**tiny, "sample": {"kv_bytes": 35 * MIB + MIB // 2}},
+            # The KV memory of either could be parked on the host, not that of both.
+            "hoarder": {**tiny, "sample": {"kv_bytes": 20 * MIB}},
+            "twin": {**tiny, "sample": {"kv_bytes": 20 * MIB}},
         },
         "device": {"kind": "cpu", "bytes": 64 * MIB},
         "host": {"bytes": 36 * MIB},
@@ -108,9 +109,9 @@ def works(job: HttpClient, model: str, seq: int) -> list[float]:
 
 @pytest.mark.parametrize("name", ["nonsense", "HuggingFaceTB/SmolLM2-135M-Instruct", "elsewhere"])
 def test_base_models_that_are_not_served_here(job: HttpClient, service: tinker.ServiceClient, name: str):
-    detail = refused(job.ask_model(name), name, "Use one of: heavy, hoarder, short, tiny, vast", "no paths or hub ids")
+    detail = refused(job.ask_model(name), name, "Use one of: heavy, hoarder, short, tiny, twin, vast", "no paths or hub ids")
     assert "elsewhere" not in detail.split("Use one of")[1]
-    refused(job.ask_sampler(base=name), name, "Use one of: heavy, hoarder, short, tiny, vast")
+    refused(job.ask_sampler(base=name), name, "Use one of: heavy, hoarder, short, tiny, twin, vast")
     with pytest.raises(tinker.BadRequestError, match="no paths or hub ids"):
         service.create_lora_training_client(name, rank=8).result()
 
@@ -156,9 +157,14 @@ def test_host_memory_is_refused_and_given_back(job: HttpClient, model: str):
     job.unload(first)
 
 
-def test_a_sampler_that_cannot_be_parked(job: HttpClient, model: str):
-    for _ in range(2):
-        refused(job.ask_sampler(base="hoarder"), "1 nodes are short of host memory", "fewer GPUs or bytes")
+def test_a_sampler_that_cannot_be_parked(pool: LocalPool, job: HttpClient, model: str):
+    other = HttpClient(pool)
+    try:
+        other.sampler(base="hoarder")
+        for _ in range(2):
+            refused(job.ask_sampler(base="twin"), "1 nodes are short of host memory", "fewer GPUs or bytes")
+    finally:
+        other.close()
     good = job.sampler(base="tiny")
     assert not job.wait(job.sample(good, 1)).failed
     works(job, model, 1)
