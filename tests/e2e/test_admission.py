@@ -33,10 +33,11 @@ def test_a_model_waits_for_its_place_through_a_change_of_the_head(local_pool):
     assert "for places" in pending(second, waiting)["queue_state_reason"]
     assert not first.wait(first.train(model, 3)).failed
     first.unload(model)
+    assert "for places" in pending(second, waiting)["queue_state_reason"], "its version is still sampled from"
+    first.close()
     assert second.wait(waiting, 120).json["model_id"]
     assert not second.wait(second.train(second.wait(waiting).json["model_id"], 1)).failed
     assert gives_up.status == 200
-    first.close()
     second.close()
 
 
