@@ -142,7 +142,9 @@ class House:
             start = each.storage_offset() * each.itemsize
             if each.stride(0) * each.itemsize != size or start not in range(0, layers * count * size, count * size):
                 raise BadInput("vLLM does not keep the KV blocks of a layer together", "Write sample.engine: torch")
-            each.data = kv.view(each.dtype).as_strided(each.shape, each.stride(), each.storage_offset())
+            flat = kv.view(each.dtype)
+            # An offset is one into the storage, which is the whole device's.
+            each.data = flat.as_strided(each.shape, each.stride(), flat.storage_offset() + each.storage_offset())
 
     def _stacks(self) -> Iterator[Tensor]:
         """Where vLLM holds the adapters that are in use, all slots of a module in one."""
