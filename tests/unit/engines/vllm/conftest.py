@@ -99,6 +99,7 @@ class Replica(Node):
         return EngineSpec(
             **{f: getattr(spec, f) for f in EngineSpec.__struct_fields__}
             | {
+                "extent_offset": 1 << 16,  # somebody else has what is before: offsets into the device are not ours
                 "extent_size": need.device_bytes,
                 "base": self.arena.alloc(f"vbase{number}", need.base_bytes, -1),
                 "park": self.arena.alloc(f"vpark{number}", need.park_bytes, 1),
