@@ -117,7 +117,7 @@ except tinker.BadRequestError as error:
     seen["tinker"] = error.body
 
 step()
-trainer.save_weights_and_get_sampling_client()
+trainer.save_weights_for_sampler("newest").result()  # published before the data come: a call is refused as it comes
 try:
     trainer.forward_backward([datum(drawn[0][0])], "importance_sampling").result()
 except tinker.BadRequestError as error:
