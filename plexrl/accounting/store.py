@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -120,16 +120,16 @@ class Publisher:
             time.sleep(0.1)
         return max(now_us, time.time_ns() // 1000)
 
-    def write(self, now_us: int, readers: Readers | None = None) -> Published:
-        """Bring all reports up to date, here and now. readers: who sees more than own jobs; None: as before."""
+    def write(self, now_us: int, ask: Callable[[], Readers] | None = None) -> Published:
+        """Bring all reports up to date, here and now. ask: who sees more than own jobs; None: as before."""
         if self._device_bytes is None or self._pretend is None:
             before = _load(self._folder / _WHOLE, frozenset((os.geteuid(), 0)))
             if before is not None:
                 self._device_bytes = self._device_bytes or before.device_bytes
                 self._pretend = before.pretend if self._pretend is None else self._pretend
-        readers = kept(self._folder) if readers is None else readers
         records, intervals = read(self._layout.ledger), read_intervals(self._layout.agents)
         whole = compute(records, intervals, now_us, self._device_bytes, bool(self._pretend))
+        readers = ask() if ask else kept(self._folder)
         self._write(_WHOLE, whole, readers.operators)
         coordinated = {
             uid: accounts & {job.account for job in whole.jobs} for uid, accounts in readers.coordinated.items()

@@ -56,7 +56,7 @@ def test_the_kernel_lets_coordinators_and_operators_in(layout, scene, open_folde
     from plexrl.accounting.store import Publisher
 
     publisher = Publisher(layout, open_folder, 1000)
-    publisher.write(scene.us(100), Readers(frozenset({1600}), {1500: frozenset({"bio", "gone"})}))
+    publisher.write(scene.us(100), lambda: Readers(frozenset({1600}), {1500: frozenset({"bio", "gone"})}))
     assert os.getxattr(open_folder / "pool.bin", "system.posix_acl_access") == acl.readable_by(1600)
     if os.geteuid() == 0:  # only root can become somebody else
 
@@ -73,6 +73,6 @@ def test_the_kernel_lets_coordinators_and_operators_in(layout, scene, open_folde
                 Store(open_folder, 0).read()
 
         assert [as_uid(uid, act) for uid, act in ((1500, coordinator), (1600, operator), (1700, stranger))] == [0] * 3
-    publisher.write(scene.us(100), Readers())  # neither is one any more
+    publisher.write(scene.us(100), Readers)  # neither is one any more
     assert not (open_folder / "uid-1500.bin").exists()
     assert "system.posix_acl_access" not in os.listxattr(open_folder / "pool.bin")
